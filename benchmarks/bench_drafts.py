@@ -39,7 +39,7 @@ def noisy(model: Any, scale: float) -> Any:
 
 
 def enlarged(model: Any, layers: int) -> Any:
-    """A model of so many layers that says what the small one says."""
+    """Makes a model of `layers` layers that says what the small one says."""
     large, own = deepcopy(model), len(model.model.layers)
     for at in range(own, layers):
         layer = deepcopy(model.model.layers[at % own], {id(model.config): large.config})

@@ -80,7 +80,7 @@ class Meter:
 
     @contextmanager
     def sample(self, name: str, calls: int = 1, idle: bool = True) -> Iterator[None]:
-        """Times a block of so many calls.
+        """Times a block of `calls` calls.
 
         Args:
             idle: begins when the device has nothing left to do, so that no launch waits for it.

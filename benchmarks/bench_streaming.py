@@ -172,7 +172,7 @@ def mixture(size: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Routed:
-    """The same random tokens through whole layers and by experts."""
+    """Runs equal random tokens through whole layers and by experts."""
 
     def __init__(self, streamers: dict[str, LayerStreamer], rows: int) -> None:
         self.streamers, self.rows = streamers, rows

@@ -1,4 +1,4 @@
-"""What kernels are timed on: a cell as data, and fresh inputs for it.
+"""Cells: inputs that kernels are timed on, as data, and fresh tensors for them.
 
 A cell says which rows there are, how many tokens of each are new and in pages of what size; which
 peers run beside ours; and what we must and want to reach.
@@ -70,7 +70,7 @@ class Cell:
 
     @property
     def bytes(self) -> int:
-        """What must be read and written at the least, in 16-bit elements."""
+        """Returns the bytes that must be read and written at the least, with 16-bit elements."""
         new = sum(self.new)
         if self.kind == "append":
             return 2 * new * self.token_bytes()
@@ -101,7 +101,7 @@ class Cell:
         return known | {"bytes": self.bytes, "flops": self.flops}
 
     def shrunk(self, rows: int = 4, tokens: int = 96) -> Cell:
-        """The same cell in small: few rows, short, at most two KV heads; kinds of rows stay."""
+        """Makes a small cell: few rows, short, at most two KV heads; kinds of rows stay."""
         h, g, d = self.heads
         step = max(1, len(self.new) // rows)
         kv_lens, counts = self.kv_lens[::step][:rows], self.new[::step][:rows]

@@ -1,4 +1,4 @@
-"""What all benchmarks share: their size, how ways take turns, and the tables at the end.
+"""Fixtures of all benchmarks: their size, how ways take turns, and the tables at the end.
 
 A job is done in several ways, of which one is what its user would do otherwise. Each way is a row
 in pytest-benchmark's table of the job, and what is claimed of them is a row in the table of the
@@ -75,7 +75,7 @@ def size(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 def shape(request: pytest.FixtureRequest, size: str) -> Any:
-    """What the benchmark's module has in SIZES for this size."""
+    """Returns the entry of the benchmark's SIZES for this size."""
     return request.module.SIZES[size]
 
 
@@ -107,7 +107,7 @@ def smollm2_path() -> Path:
 
 @pytest.fixture(scope="session")
 def loaded(smollm2_path: Path) -> Callable[[int], tuple[Any, Any]]:
-    """The small model in fp32 with so many layers, and its tokenizer; each is read once."""
+    """Returns a loader of the small model in fp32 with n layers, and its tokenizer; reads once."""
     import transformers
 
     from benchmarks.smollm2 import load
@@ -222,7 +222,7 @@ def table(request: pytest.FixtureRequest, benchmark: Any, area: str) -> Callable
 
 
 def job(module: str, *arguments: str, python: str = sys.executable) -> Any:
-    """What a module says in its last line, as JSON, in a process of its own on one thread.
+    """Runs a module in a process of its own on one thread; returns its last line, read as JSON.
 
     Kernels are compiled there, whatever was wanted in this process.
     """

@@ -1,4 +1,4 @@
-"""What the compiler makes of every shipped kernel, and the gate on it; no GPU is needed.
+"""Reports what the compiler makes of every shipped kernel, and checks it; no GPU is needed.
 
 A page id read in the same iteration as its page halves the pipeline; a stride that is not known to
 be a multiple of 16 makes copies narrow; a product in int32 reads elsewhere once a pool is large.
@@ -60,7 +60,7 @@ class Shipped(NamedTuple):
 
 
 class Figures(NamedTuple):
-    """What `analyse` finds; `loop` and `length` are of the main loop, see `sass.py`."""
+    """The figures that `analyse` finds; `loop` and `length` are of the main loop, see `sass.py`."""
 
     registers: int
     stack: int
@@ -127,7 +127,7 @@ def resident(registers: int, shared: int, warps: int, arch: int) -> int:
 
 
 def problems(figures: Figures, shipped: Shipped, arch: int) -> list[str]:
-    """What keeps a kernel from being shipped, a sentence each."""
+    """Returns the reasons for which a kernel must not be shipped, a sentence each."""
     limit = CHIPS[arch].shared
     checks = {
         f"it spills, {figures.stack} bytes of stack a thread": (

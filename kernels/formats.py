@@ -93,7 +93,7 @@ class Format:
 
     @property
     def dim_unit(self) -> int:
-        """What head dims are multiples of, so that a row of words is one of 16 bytes."""
+        """The unit of head dims: a row of words is then a multiple of 16 bytes."""
         return 8 * self.per_word
 
     @property
@@ -179,7 +179,7 @@ class Pages(NamedTuple):
         return pages if isinstance(pages, Pages) else cls(DENSE, pages)
 
     def each(self, change: Callable[[Tensor], Tensor]) -> Pages:
-        """With every tensor changed alike."""
+        """Returns pages with every tensor changed by one function."""
         scales, staging = (None if x is None else change(x) for x in self[2:])
         return Pages(self.format, change(self.data), scales, staging)
 

@@ -1,4 +1,4 @@
-"""Which rows of a step begin with the same pages, found on the host: numpy only."""
+"""Finds the rows of a step that begin with the same pages, on the host: numpy only."""
 
 from __future__ import annotations
 

@@ -94,7 +94,7 @@ def decode_pages(k_pages: Pages, v_pages: Pages, source: Tensor, target: Tensor)
 
 
 def _layers(pages: Pages) -> list[Pages]:
-    """Of pages with an axis of layers in front, those of each layer."""
+    """Splits pages that have an axis of layers in front into those of each layer."""
     return [pages.each(lambda x: x[layer]) for layer in range(len(pages.data))]  # noqa: B023
 
 
@@ -110,7 +110,7 @@ def _put(pages: Pages, target: Tensor, values: Tensor) -> None:
 
 
 def read_pages(pages: Tensor | Pages, page_ids: Tensor, dtype: torch.dtype) -> Tensor:
-    """What is in pages, be they coded, dense or staging pages: `[n, G, P, D]`, a copy."""
+    """Copies what is in pages, be they coded, dense or staging pages: `[n, G, P, D]`."""
     pages = Pages.of(pages)
     ids, count = page_ids.long(), len(pages.data)
     coded = ids if pages.staging is None else ids.clamp(max=count - 1)

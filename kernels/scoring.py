@@ -92,7 +92,7 @@ class Scoring(NamedTuple):
         return scores
 
     def hidden(self, query: Tensor, token: Tensor) -> Tensor:
-        """Which tokens a query does not see, by where both are."""
+        """Returns which tokens a query does not see, by the positions of both."""
         hidden = token > query
         if self.window is not None:
             hidden |= token <= query - self.window
@@ -102,7 +102,7 @@ class Scoring(NamedTuple):
 
     @property
     def kind(self) -> ScoringKind:
-        """What of it a kernel is compiled for."""
+        """Returns the part of it that a kernel is compiled for."""
         if self.window is None and self.softcap is None and self.sinks is None:
             return ONLY_SCALED  # what most layers ask for; to make one takes longer
         dtype = None if self.sinks is None else self.sinks.dtype
@@ -120,7 +120,7 @@ class Scoring(NamedTuple):
 
 
 class ScoringKind(NamedTuple):
-    """Which terms scores have; of tensors the dtype."""
+    """The terms that scores have; for sinks their dtype."""
 
     window: bool
     softcap: bool

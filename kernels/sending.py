@@ -1,4 +1,4 @@
-"""How numbers that the host has made get to a device without anybody waiting.
+"""Sends numbers that the host has made to a device, and waits for nothing.
 
 A copy out of memory that is not pinned waits for all that the device was asked for before.
 """
@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 def sent(array: npt.NDArray[Any], device: torch.device) -> Tensor:
-    """An array on a device, where what is asked for next finds it; on the CPU itself."""
+    """Copies an array to a device, in order with later work there; on a CPU returns it."""
     host = torch.from_numpy(array)
     if device.type == "cuda":
         host = host.pin_memory()

@@ -14,14 +14,14 @@ class PagedKVError(Exception):
     """Base class of all errors of this package."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Python forgets what else than a message a constructor asks for, keywords named as here.
+        # Python pickles an error's message alone; other arguments are given again, by their names.
         defaults = getattr(type(self).__init__, "__annotations__", {})
         named = {name: getattr(self, name) for name in defaults if hasattr(self, name)}
         return partial(type(self), **named), self.args, self.__dict__
 
 
 class OtherRankError(PagedKVError, RuntimeError):
-    """What several processes do together ended, because one of the others has raised an error."""
+    """Another of the processes that share this work has raised an error, so it ended here, too."""
 
 
 class OutOfPagesError(PagedKVError):

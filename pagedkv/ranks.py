@@ -109,7 +109,7 @@ class Ranks:
         return -self.most(-value)[0]
 
     def agree(self, attempt: Callable[[], T]) -> T:
-        """What `attempt` returns; an error that one rank has is raised on all.
+        """Runs `attempt` and returns its result; an error of one rank is raised on all.
 
         Args:
             attempt: what each rank does for itself, without a collective call.
@@ -241,6 +241,6 @@ class LaunchedRanks(Ranks):
             self._store.set(left[self.rank], "")
             if self.is_first:  # by which the others see where they are
                 self._store.wait(left, patience)
-        except RuntimeError:  # nobody comes any more
+        except RuntimeError:  # no other process comes any more
             return False
         return True

@@ -1,4 +1,4 @@
-"""What all tests share: the seed, the small language model, and what a missing device skips."""
+"""Fixtures of all tests: the seed, the small language model, and skips for missing devices."""
 
 import gc
 import importlib.util
@@ -92,7 +92,7 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
 
 
 def pytest_collection_finish() -> None:
-    """What is there by now stays: to look through it again takes a collector half a second."""
+    """Freezes the objects that exist by now: a collector looks through them for half a second."""
     gc.collect()
     gc.freeze()
 

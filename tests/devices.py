@@ -84,7 +84,7 @@ class Devices:
 
 
 def let_grow(devices: Devices, patch: Any) -> None:
-    """Has growing pages, which lie in host memory, be on the device they are asked for."""
+    """Puts growing pages, which lie in host memory, on the device they are asked for."""
     make = LazyRegion.__init__
 
     def there(region: Any, shape: Any, dtype: Any, device: Any, pages: int) -> None:
@@ -183,7 +183,7 @@ class _Operations(TorchDispatchMode):
 
 
 class _Functions(TorchFunctionMode):
-    """Has tensors say where they are, and makes copies of what is to be elsewhere."""
+    """Makes tensors say where they are, and copies those that are to be elsewhere."""
 
     def __init__(self, devices: Devices) -> None:
         super().__init__()

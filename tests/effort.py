@@ -54,7 +54,7 @@ def each_pair(*axes: Iterable[Any]) -> list[Any]:
 
 
 def in_part(items: Iterable[pytest.Item], part: int, parts: int) -> set[pytest.Item]:
-    """Those of some cases that are in a part, which has its share of the cases of each test."""
+    """Returns the cases in a part, which has its share of the cases of each test."""
     tests: dict[str, list[pytest.Item]] = defaultdict(list)
     for item in items:
         tests[item.nodeid.partition("[")[0]].append(item)

@@ -113,5 +113,5 @@ def hybrid(family: str, **fields: Any) -> PreTrainedModel:
 
 
 def tiny_hybrid(family: str = "qwen3_next", **fields: Any) -> PreTrainedModel:
-    """The same with short scans."""
+    """Makes a tiny hybrid with short scans."""
     return hybrid(family, **({CHUNKS[family]: 16} if family in CHUNKS else {}), **fields)

@@ -37,7 +37,7 @@ def revocable_forgotten(patch: pytest.MonkeyPatch) -> None:
 
 
 def layers_unasked(patch: pytest.MonkeyPatch) -> None:
-    """What some layers did not write is found as a prefix."""
+    """Tokens that some layers did not write are found as a prefix."""
     from pagedkv.cache import cache
 
     inner = cache.require_written

@@ -46,7 +46,7 @@ SLACK = 24 << 20  # bytes that it may grow by afterwards
 
 
 class Boom(Exception):
-    """What is injected."""
+    """The error that is injected."""
 
 
 class Soak:
@@ -79,7 +79,7 @@ class Soak:
         return base[: self.source.randrange(1, 30)] + self._ids(self.source.randrange(6))
 
     def alone(self, prompt: list[int], new: int) -> list[int]:
-        """What the model answers by itself, computed once."""
+        """Returns the model's own answer, computed once."""
         known = self.known.get(tuple(prompt), [])
         if len(known) < new:
             ids = torch.tensor([prompt])

@@ -45,7 +45,7 @@ CASES = [
 
 
 def state_of(text: Sequence[int], layer: int, salt: bytes = b"") -> list[torch.Tensor]:
-    """What a state layer knows after a text; zeros before its first token."""
+    """Returns a state layer's state after a text; zeros before its first token."""
     tensors = STATES[layer].tensors
     if not text:
         return [torch.zeros(shape, dtype=getattr(torch, dtype)) for shape, dtype in tensors]
@@ -73,7 +73,7 @@ def write_states(step: Any, texts: Sequence[Sequence[int]], salts: Sequence[byte
 def write_all(
     cache: PagedKVCache, step: Any, texts: Sequence[Sequence[int]], salts: Sequence[bytes]
 ) -> None:
-    """What every layer writes in a step.
+    """Writes all layers in a step.
 
     texts: each sequence's whole text, the new tokens included.
     """

@@ -29,7 +29,7 @@ def wheel(fresh_python, source, tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def unpacked(fresh_python, source, tmp_path_factory) -> Path:
-    """What the source archive holds."""
+    """Unpacks the source archive."""
     folder = tmp_path_factory.mktemp("sdist")
     code = f"from setuptools import build_meta as b; b.build_sdist({str(folder)!r})"
     fresh_python("-W", "ignore", "-c", code, cwd=source)

@@ -92,7 +92,7 @@ class Job:
         assert code == 0, (self.folder / "log").read_text()
 
     def wrote(self, name):
-        """What actors wrote into a file, sorted: ids of rows given, cards seen."""
+        """Returns what actors wrote into a file, sorted: ids of rows given, cards seen."""
         file = self.folder / name
         return sorted(file.read_text().split()) if file.exists() else []
 
@@ -207,7 +207,7 @@ def ray_job():
 
 @pytest.fixture(scope="module")
 def look_at(ray_job):
-    """What the example asks of its prompts: how many there are, or else it ends."""
+    """Returns the example's check of its prompts: it counts them, or ends."""
     return ray_job.look_at
 
 

@@ -1,4 +1,4 @@
-"""What tests of small models run under; a folder that imports it has it for all of its tests."""
+"""A fixture for tests of small models; a folder that imports it has it for all of its tests."""
 
 import pytest
 

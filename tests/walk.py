@@ -93,6 +93,6 @@ def end(world: World) -> None:
 
 
 def hosted(case: Case) -> Case:
-    """The same with a host tier, which is too small for all."""
+    """Adds a host tier to a case, which is too small for all."""
     tokens = case.config.host_tokens or case.config.max_tokens // 4
     return replace(case, config=replace(case.config, host_tokens=tokens))

@@ -1,4 +1,4 @@
-"""What the sequences of a `World` must hold, and what must be true of its cache at any time."""
+"""Checks that hold the sequences of a `World`, and its cache, to what must be true of them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.contents import hash_on, kv_of_hashes, roots
 
 @dataclass
 class Text:
-    """What one sequence must hold."""
+    """A sequence as it must be."""
 
     salt: bytes
     limit: int | None  # reservation in tokens
@@ -68,7 +68,7 @@ class Text:
 
 
 def without_growth(stats: Any) -> Any:
-    """What a call leaves alone that fails for want of a slot: it may have let the pool grow."""
+    """Returns the stats that a failed call leaves alone: it may have let the pool grow."""
     return replace(stats, pages=0, free=0, bytes=0, growths=0)
 
 
@@ -78,7 +78,7 @@ def common(a: Sequence[int], b: Sequence[int]) -> int:
 
 
 class Checks:
-    """What a `World` holds itself to; its operations fill in what is compared."""
+    """Compares a `World` with its cache; its operations fill in the expected values."""
 
     config: CacheConfig
     cache: PagedKVCache
@@ -206,7 +206,7 @@ class Checks:
         return error.pages_free + least < error.pages_needed
 
     def verify(self, all_of_them: bool = False) -> None:
-        """What must hold at any time, seen from outside."""
+        """Checks what must hold at any time, seen from outside."""
         if self.quiet:
             return
         cache, stats = self.cache, self.cache.stats()

@@ -1,4 +1,4 @@
-"""What the sequences of a `World` with recurrent states must hold: slots, checkpoints, bytes.
+"""Checks the sequences of a `World` with recurrent states: slots, checkpoints, bytes.
 
 A state is a number here, given anew by every step that a text keeps.
 """

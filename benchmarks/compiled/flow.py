@@ -30,7 +30,7 @@ class Op(NamedTuple):
 
 
 class Flow:
-    """Which value of a module is made of which, through loops and branches."""
+    """Traces which values of a module are made of which, through loops and branches."""
 
     def __init__(self, path: str, target: Any) -> None:
         context = ir.context()

@@ -1,4 +1,4 @@
-"""Which kernel a call launches, as its launcher compiled it."""
+"""Finds the kernel that a call launches, as its launcher compiled it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ptxas made of a kernel: registers, stack, main loop; and how wide PTX reads and writes."""
+"""Reads what ptxas made of a kernel: registers, stack, main loop, and widths of access in PTX."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Instruction(NamedTuple):
 
     @property
     def label(self) -> str:
-        """What it is counted as: copies and reads of shared memory by their width."""
+        """The name it is counted under: copies and reads of shared memory with their width."""
         base, _, modifiers = self.name.partition(".")
         if base in ("LDG", "LDGSTS"):
             return f"{base}.128" if "128" in modifiers.split(".") else base

@@ -287,7 +287,7 @@ def _tried(name: str, call: Callable[..., None], *args: Any) -> None:
 
 
 def _rows(heads: Heads) -> int:
-    """Of a chunk, so many that its tile is full, if it is one of 64 rows and more."""
+    """Returns a chunk's rows: enough to fill its tile, if that has 64 rows and more."""
     small = heads.head_dim > 256 if heads.dense else heads.head_dim in prefill.CODED
     return 0 if small else 100
 

@@ -32,7 +32,7 @@ WATCHED = "watched"
 
 
 def cells() -> list[Cell]:
-    """What matters most first; 512 MiB of pages or more in bf16."""
+    """Returns the cells, the most important first; each has 512 MiB of pages or more in bf16."""
     return [
         Cell(
             f"capacity/b{batch}/{length >> 10}k",

@@ -102,7 +102,7 @@ KINDS: dict[str, Callable[[Case, str], Call | Ready]] = {
 
 
 def variants(case: Case) -> list[str]:
-    """Which of ours run in this cell."""
+    """Returns which of our variants run in this cell."""
     if case.cell.kind == "capacity":
         return list(capacity.variants(case.cell))
     if case.cell.kind != "attend":

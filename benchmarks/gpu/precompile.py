@@ -41,7 +41,7 @@ PEERS = "peers"  # in place of a module: what fails of theirs is left out of the
 
 @contextmanager
 def recording(arch: int) -> Iterator[launch.Launches]:
-    """What would be launched inside; nothing is compiled or launched."""
+    """Notes down what would be launched inside; nothing is compiled or launched."""
     with (
         absent_card(arch),
         # Tensors without memory all begin at 0, which looks as if they were views of each other.
@@ -75,7 +75,7 @@ def case_calls(arch: int) -> Iterator[Callable[[], None]]:
 
 
 def collect(calls: Iterable[Callable[[], None]], arch: int = ARCH) -> tuple[list[Job], list[str]]:
-    """What calls need, the slow ones first; and what those that failed said."""
+    """Returns the jobs that calls need, the slow ones first, and errors of those that failed."""
     wrong = []
     with recording(arch) as launches:
         for each in calls:
@@ -111,7 +111,7 @@ def build_peer(cells: list[Cell]) -> Done:
 def compile_all(
     jobs: list[Job], groups: list[list[Cell]], arch: int, workers: int, launchers: bool
 ) -> Iterator[Done]:
-    """What became of each; a compiler that aborts leaves the rest to whoever calls it."""
+    """Yields the outcome of each job; if a compiler aborts, the caller has to do the rest."""
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(workers, spawn, initializer=start, initargs=(arch,)) as pool:
         sent = [pool.submit(build_peer, group) for group in groups]  # the longest

@@ -18,7 +18,7 @@ KEPT = ("device", "torch", "triton", "commit", "date")
 
 
 def names_to_try() -> tuple[str, ...]:
-    """What is off on this machine's card, and written for it: for Hopper."""
+    """Returns what is off on this machine's card, and written for it: for Hopper."""
     if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
         return ()
     return tuple(name for name in proved.NAMES if not proved.is_on(name, 90))

@@ -38,7 +38,7 @@ def load(folder: Path, device: torch.device, ranks: int) -> Any:
 
 
 def milliseconds_a_step(model: Any, rows: int, length: int) -> float:
-    """Of steps that decode, by the difference of two numbers of new tokens."""
+    """Times steps that decode, by the difference of two numbers of new tokens."""
     texts = prompts(rows, length, model.config.vocab_size)
     with BatchGenerator(model, max_tokens=rows * (length + MANY + 64)) as batched:
         batched.generate(texts, max_new_tokens=FEW, do_sample=False)

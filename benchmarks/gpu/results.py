@@ -21,7 +21,7 @@ LOST = "the device was lost, or the process never came back"
 
 
 class Results:
-    """What is in the file.
+    """The results in the file.
 
     Attributes:
         data: as it is saved; `checks` holds what became of each case, by name of `proved.py` or
@@ -37,7 +37,7 @@ class Results:
             self.data |= json.loads(known.read_text())
 
     def save(self) -> None:
-        """Replaces the file in one step: whoever reads it finds all of it."""
+        """Replaces the file in one step, so that readers always find all of it."""
         part = self.path.with_suffix(".part")
         part.write_text(json.dumps(self.data))
         part.replace(self.path)
@@ -62,7 +62,7 @@ class Results:
         self.save()
 
     def tries(self, where: str, what: str) -> None:
-        """Notes what is about to be tried, for whoever finds that it was never finished.
+        """Notes what is about to be tried, so that a later run sees if it was never finished.
 
         Args:
             where: a cell, or the name whose case it is.
@@ -76,7 +76,7 @@ class Results:
         self.save()
 
     def note_loss(self) -> None:
-        """What a process that died was trying is left out from now on."""
+        """Notes what a process was trying when it died; later runs leave it out."""
         if trying := self.data["trying"]:
             where, what = trying
             self.data["losses"].append(trying)
@@ -85,7 +85,7 @@ class Results:
         self.done()
 
     def without(self, cell: str) -> set[str]:
-        """What lost the device in this cell, or in two others, or failed where it was tried."""
+        """Returns what lost the device in this cell or in two others, or failed when tried."""
         losses = self.data["losses"]
         here = [what for where, what in losses if where == cell]
         if here.count(measure.TIMING) > 1:  # it was not the peers

@@ -50,7 +50,7 @@ OUT_OF_TIME = 3  # exit status of a process that stopped by itself
 
 
 def machine(device: torch.device, commit: str) -> Record:
-    """What the numbers were measured on."""
+    """Describes the machine that the numbers were measured on."""
     facts: Record = {"commit": commit, "date": time.strftime("%Y-%m-%d")}
     facts |= {"python": platform.python_version(), "torch": torch.__version__}
     facts |= {"triton": triton.__version__, "flashinfer": available()["flashinfer"]}
@@ -96,7 +96,7 @@ def run_cells(
 
 
 def run_checks(results: Results, device: str, deadline: float) -> bool:
-    """All that is on, then each name that is not: whatever failed before it. As `run_cells`."""
+    """Checks all that is on, then each name that is not, even after failures. As `run_cells`."""
     for name in (correctness.OURS, *names_to_try()):
         state = correctness.check(name, device, results, deadline)
         if not state:
@@ -212,7 +212,7 @@ def measure_in_turns(path: Path, arguments: list[str], limit: float) -> bool:
 
 
 def dry_run(cells: list[Cell], folder: Path) -> None:
-    """Says what would run, and what of it is at hand."""
+    """Prints what would run, and which of it is installed here."""
     for cell in cells:
         size = max(cell.bytes, cell.num_pages * cell.page_size * cell.token_bytes()) / 2**20
         print(f"{cell.id:<28} {size:>7.0f} MiB  {' '.join(cell.peers)}  [{cell.target}]")

@@ -124,7 +124,7 @@ class Run:
         return rows * (new - 2) / (spent[1] - spent[0]), moved / spent[1] / 1e9
 
     def wide_pass(self, width: int) -> float:
-        """Seconds of a pass over so many tokens."""
+        """Returns the seconds of a pass over `width` tokens."""
         ids = torch.tensor(prompts(1, width, self.vocabulary), device=self.device)
         with torch.inference_mode():
             one = lambda: self.streamer.model(ids, use_cache=False, logits_to_keep=1)  # noqa: E731

@@ -56,7 +56,7 @@ Change = dict[str, int]  # fields of a Tuning
 
 
 class Layer(NamedTuple):
-    """What is tuned for, and on which architecture."""
+    """The shapes, dtype and architecture that are tuned for."""
 
     heads: Heads
     page: int
@@ -73,7 +73,7 @@ class Candidate(NamedTuple):
 
 
 def workloads(layer: Layer, rows: int | None) -> list[Cell]:
-    """Decode's for products of so many rows (none if no batch makes them), or prefill's."""
+    """Returns decode's cells for products of `rows` rows, if batches make them, or prefill's."""
 
     def cell(batch: int, new: int, length: int) -> Cell:
         name = f"{batch} rows, {new} new of {length}"
@@ -89,7 +89,7 @@ def workloads(layer: Layer, rows: int | None) -> list[Cell]:
 
 
 def changes(rows: int | None, asked: argparse.Namespace) -> list[Change]:
-    """What is compiled."""
+    """Returns the configurations to compile."""
     names: tuple[str, ...] = ("block_n", "num_warps", "num_stages")
     values = [asked.block_n or (DECODE_N if rows else PREFILL_N), asked.warps, asked.stages]
     if rows is None:
@@ -117,7 +117,7 @@ def inspect(layer: Layer, rows: int | None, change: Change) -> Candidate:
 
 
 def survivors(layer: Layer, rows: int | None, every: list[Change], workers: int) -> list[Candidate]:
-    """Those that the compiler makes well, each with the reason if not; uses no device."""
+    """Returns candidates that the compiler makes well, and prints why not the others."""
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(min(workers, len(every)), spawn) as pool:
         found = list(pool.map(partial(inspect, layer, rows), every))
@@ -131,7 +131,7 @@ def text(change: Change) -> str:
 
 
 def score(times: list[dict[str, float]]) -> dict[str, float]:
-    """Of each configuration that is right everywhere: how far from the best, on the whole."""
+    """Returns how far from the best each configuration is that is right everywhere."""
     names = set.intersection(*(set(one) for one in times))
     ratios = {name: [one[name] / min(one.values()) for one in times] for name in names}
     means = {name: math.exp(sum(map(math.log, r)) / len(r)) for name, r in ratios.items()}
@@ -206,7 +206,7 @@ def line(layer: Layer, entry: str) -> str:
 
 
 def known(layer: Layer, module: Any, *more: int) -> Any:
-    """What the table says now."""
+    """Returns the table's present configuration."""
     chip = CHIPS[layer.arch]
     target = launch.Target(0, layer.arch, chip.shared, chip.processors)
     case = make_case(workloads(layer, None)[0], "meta", layer.dtype)

@@ -35,7 +35,7 @@ PLATFORMS = ("2_28", "2_27", "2_24", "2_17")
 
 
 def module(name: str, head_dim: int = 0, pages: str = "bfloat16") -> Any:
-    """What FlashInfer's build system knows of a module."""
+    """Returns the module's entry in FlashInfer's build system."""
     import torch
     from flashinfer import jit
     from flashinfer.jit.cascade import gen_cascade_module
@@ -83,7 +83,7 @@ def download(wheels: Path, python: str) -> None:
 
 
 def unpack_sglang(folder: Path, wheels: Path) -> None:
-    """Three Triton files out of a wheel whose rest, and whose needs, nobody wants here."""
+    """Takes three Triton files out of a wheel, without the rest and what that depends on."""
     inside = [f"sglang/srt/layers/attention/triton_ops/{name}.py" for name in SGLANG_FILES]
     if all((folder / path).is_file() for path in inside):
         return
@@ -94,7 +94,7 @@ def unpack_sglang(folder: Path, wheels: Path) -> None:
 
 
 def make_host(host: Path) -> None:
-    """The same packages for this interpreter, and what compiling takes."""
+    """Installs these packages for this interpreter, and what compiling takes."""
     if not (host / "flashinfer").is_dir():
         names = (FLASHINFER, TVM_FFI, *SMALL, *HOST_ONLY, CURAND)
         pip("install", "--no-deps", f"--target={host}", *names)

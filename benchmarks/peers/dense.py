@@ -94,7 +94,7 @@ def sample(case: Case) -> Tensor:
 
 
 def truth(case: Case, tokens: Tensor) -> Tensor:
-    """What some tokens' output is, `[len(tokens), H, D]`, in float64 from gathered K and V."""
+    """Computes some tokens' output, `[len(tokens), H, D]`, in float64 from gathered K and V."""
     (h, g, d), width = case.cell.heads, case.v_pages.shape[3]
     out = torch.empty(len(tokens), h, width, dtype=torch.float64, device=case.q.device)
     starts = torch.tensor((0, *case.cell.new)).cumsum(0)

@@ -1,4 +1,4 @@
-"""What runs beside our kernels, each behind one interface.
+"""Kernels of others that run beside ours, each behind one interface.
 
 `PEERS[name](case)` prepares whatever can be prepared ahead and returns a call without arguments
 that attends (or writes) and returns the output tensor. A peer that cannot run here, or not this
@@ -374,7 +374,7 @@ PEERS: dict[str, Peer] = {
 
 
 def available() -> dict[str, str]:
-    """What imports here, and why the rest does not."""
+    """Returns what imports here, and why the rest does not."""
     found = {}
     loads: dict[str, Callable[[], Any]] = {
         "flashinfer": flashinfer,

@@ -1,4 +1,4 @@
-"""The same job in llama.cpp, on the same weights: an independent yardstick.
+"""Runs a job of ours in llama.cpp, on the same weights: an independent yardstick.
 
 `llama-cpp-python` batches sequences only through its low-level calls, which this file makes: one
 context, the prefix decoded once and its cells shared by all rows, then one token a row and step.

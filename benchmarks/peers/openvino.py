@@ -1,4 +1,4 @@
-"""The same job in OpenVINO GenAI, on the same weights in float16 and float32 arithmetic.
+"""Runs a job of ours in OpenVINO GenAI, on the same weights, in float16 and float32 arithmetic.
 
 `pip install --no-deps openvino openvino-tokenizers openvino-genai` brings it. Its scheduler finds
 shared prefixes of requests that ended, not of those that start together. So there are two ways to

@@ -104,7 +104,7 @@ def write_tasks(folder: Path, documents: int) -> None:
 
 
 def watch(lm: Any) -> dict[str, Any]:
-    """What the calls that answer requests take, filled as they run."""
+    """Measures the calls that answer requests; the dict returned is filled as they run."""
     found: dict[str, Any] = {"fed": 0}
 
     def count(_: Any, args: Any, kwargs: Any) -> None:

@@ -51,7 +51,7 @@ def write_kv(
 
 
 class _Call(Structure):
-    """As `Call` in attend.c."""
+    """The arguments of attention, as `Call` in attend.c."""
 
     _fields_ = [
         *((name, CPages) for name in ("k", "v")),

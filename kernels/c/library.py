@@ -126,7 +126,7 @@ def _said(*command: str) -> str:
 
 
 def _macros(compiler: Sequence[str], processor: str) -> str:
-    """What the compiler knows of this processor and of itself; empty if it takes no such flag."""
+    """Returns the compiler's macros for this processor; empty if it takes no such flag."""
     flags = [processor] if processor else []
     return _said(*compiler, *flags, "-dM", "-E", "-x", "c", os.devnull)
 
@@ -144,7 +144,7 @@ def _folder() -> Path:
     base = os.environ.get("PAGEDKV_CACHE")
     try:
         folder = (Path(base) if base else Path.home() / ".cache/pagedkv") / "kernels"
-    except RuntimeError as error:  # nobody's home
+    except RuntimeError as error:  # this user has no home folder
         raise NoLibraryError(str(error)) from error
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     _require_mine(folder)

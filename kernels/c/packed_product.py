@@ -22,7 +22,7 @@ AT_ONCE = 1 << 20  # weights that are looked at together
 
 
 class _Matrix(Structure):
-    """As `Matrix` in products.c."""
+    """A packed matrix, as `Matrix` in products.c."""
 
     _fields_ = [
         ("panels", c_void_p),
@@ -32,7 +32,7 @@ class _Matrix(Structure):
 
 
 class _Rows(Structure):
-    """As `Rows` in products.c."""
+    """The rows of a product, as `Rows` in products.c."""
 
     _fields_ = [*((name, c_void_p) for name in ("x", "bias", "out")), ("rows", c_int64)]
 

@@ -17,7 +17,7 @@ from .pages import CPages, in_c
 
 
 class _Write(Structure):
-    """As `Write` in write.h."""
+    """The arguments of a write, as `Write` in write.h."""
 
     _fields_ = [
         ("pages", CPages),
@@ -54,7 +54,7 @@ def encode_pages(k_pages: Pages, v_pages: Pages, source: Tensor, target: Tensor)
 
 
 def _of_step(x: Tensor, pages: Pages, source: Tensor | None, target: Tensor, whole: bool) -> _Write:
-    """Of the new tokens `[T, G, D]`."""
+    """Describes a write of new tokens `[T, G, D]`."""
     x = x if x.stride(2) == 1 else x.contiguous()
     token, head, _ = x.stride()
     return _write(x, pages, (token, token, head), source, target, whole)
@@ -68,7 +68,7 @@ def _write(
     target: Tensor,
     whole: bool,
 ) -> _Write:
-    """What goes from `x` into pages of one layer.
+    """Describes a write from `x` into pages of one layer.
 
     Args:
         steps: elements of `x` from one source, one token, one head to the next.

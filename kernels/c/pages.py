@@ -13,7 +13,7 @@ FORMATS = {format: i for i, format in enumerate((DENSE, FP8, INT8, INT4_TOKEN, I
 
 
 class CPages(Structure):
-    """As `Pages` in attend.c."""
+    """K or V pages, as `Pages` in attend.c."""
 
     _fields_ = [
         *((name, c_void_p) for name in ("data", "scales", "staging")),

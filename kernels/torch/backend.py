@@ -155,7 +155,7 @@ def _attend_bucket(
 
 
 def _by_row(x: Tensor, bucket: Bucket) -> Tensor:
-    """What a bucket has of the new tokens: `[n, H or G, new, D]`, a view."""
+    """Returns a bucket's new tokens by row: `[n, H or G, new, D]`, a view."""
     return x[bucket.tokens].unflatten(0, (bucket.count, bucket.new)).transpose(1, 2)
 
 
@@ -336,7 +336,7 @@ def _places(bucket: Bucket, start: int, stop: int, device: torch.device) -> tupl
 
 
 def _mask(bucket: Bucket, start: int, stop: int, scoring: Scoring, q: Tensor) -> Tensor:
-    """What queries `start..stop` of a bucket must not see, as an additive mask.
+    """Hides from queries `start..stop` of a bucket what they must not see, by an additive mask.
 
     Returns:
         `[n or 1, 1, stop - start, length]`. A row with nothing to see cannot occur: every query

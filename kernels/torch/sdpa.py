@@ -1,4 +1,4 @@
-"""What torch's attention kernels get wrong, and how they are called all the same.
+"""Calls torch's attention kernels so that their errors do no harm.
 
 On a CPU the flash kernel returns zeros for a query of which every score is NaN, or every one minus
 infinity, or one infinity. A layer whose K or Q overflows would go unseen: what a prompt computed
@@ -50,7 +50,7 @@ def attend_on_cpu(
     causal: bool = False,
     mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """What scaled_dot_product_attention runs on a CPU, with the sums that it keeps from callers.
+    """Runs scaled_dot_product_attention's CPU kernel, and returns its log-sum-exp as well.
 
     Returns:
         `[n, H, new, D]`, NaN where a query sees no number, and the log-sum-exp `[n, H, new]`.
@@ -96,7 +96,7 @@ _without_cudnn = _WithoutCudnn()
 
 
 def without_cudnn(device: torch.device) -> AbstractContextManager[object]:
-    """What calls of `scaled_dot_product_attention` on a device are made in."""
+    """Returns the context in which `scaled_dot_product_attention` is called on a device."""
     if device.type != "cuda":
         return nullcontext()
     # A compiler knows how to trace torch's own switch, and no lock.

@@ -54,7 +54,7 @@ class Job(NamedTuple):
 
     @classmethod
     def of(cls, launcher: Launcher, args: Sequence[Any]) -> Job:
-        """What a launch with these arguments needs."""
+        """Makes the job that compiles a launch with these arguments."""
         kinds = tuple(_kind(arg, param) for arg, param in zip(args, launcher.kernel.params))
         names = launcher.kernel.fn.__module__, launcher.kernel.fn.__name__
         options = tuple(launcher.options.items())
@@ -62,7 +62,7 @@ class Job(NamedTuple):
 
 
 class Done(NamedTuple):
-    """What became of a job: seconds, whether the cache had it, and what went wrong."""
+    """The outcome of a job: seconds, whether the cache had it, and what went wrong."""
 
     job: Job
     seconds: float
@@ -71,7 +71,7 @@ class Done(NamedTuple):
 
 
 def jobs_of(launches: Iterable[Launch]) -> list[Job]:
-    """What launches need, each once, the slow ones first."""
+    """Returns the jobs of launches, each once, the slow ones first."""
     jobs = dict.fromkeys(Job.of(launcher, args) for launcher, _, args in launches)
     return sorted(jobs, key=lambda job: SLOW.index(job.kernel) if job.kernel in SLOW else len(SLOW))
 
@@ -120,7 +120,7 @@ def start(arch: int) -> None:
 
 
 def timed(job: Job, name: str, work: Callable[[], None]) -> Done:
-    """What became of it, and whether the cache had all that was compiled."""
+    """Does the work of a job; returns how it ended, and whether the cache had all of it."""
     found: list[bool] = []
     begun, error = time.perf_counter(), None
     knobs.compilation.listener = lambda *, cache_hit, **_: found.append(cache_hit)
@@ -157,7 +157,7 @@ def _build_launcher(compiled: Any) -> None:
 def compile_all(
     jobs: Sequence[Job], arch: int, workers: int | None = None, launchers: bool = False
 ) -> list[Done]:
-    """What became of jobs that so many processes compiled; default one for each core.
+    """Compiles jobs in `workers` processes, by default one for each core; returns how each ended.
 
     They are no children of `multiprocessing`, which would run a script again that has no main
     guard.
@@ -192,7 +192,7 @@ def _compile_apart(jobs: Sequence[Job], arch: int, launchers: bool) -> list[Done
 def serve(arch: int, launchers: bool) -> None:
     """Compiles the jobs that come on standard input, and tells what became of them."""
     answer = os.dup(1)
-    os.dup2(2, 1)  # whatever prints is heard, and no part of the answer
+    os.dup2(2, 1)  # prints of other code are shown, and are no part of the answer
     start(arch)
     done = [build(job, launchers) for job in pickle.load(sys.stdin.buffer)]
     with os.fdopen(answer, "wb") as out:

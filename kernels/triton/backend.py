@@ -135,7 +135,7 @@ def room_for_prefixes(
     k_pages: Tensor | Pages,
     dtype: torch.dtype | None = None,
 ) -> shared_prefix.Plan:
-    """Where a captured graph of so many rows, none longer, finds the work of their prefixes."""
+    """Returns buffers for the work of prefixes, where a captured graph of `rows` rows finds it."""
     geometry, _, tune = _sharing(num_heads, k_pages, dtype)
     parts = tune.cut(geometry, 1).parts(max_kv)
     return shared_prefix.room(rows, parts, Pages.of(k_pages).data.device)
@@ -144,7 +144,7 @@ def room_for_prefixes(
 def _sharing(
     num_heads: int, k_pages: Tensor | Pages, dtype: torch.dtype | None
 ) -> tuple[Geometry, int, decode.Tuning]:
-    """What prefixes are attended with, and in products of how many rows."""
+    """Returns how prefixes are attended: geometry, rows of a product, tuning."""
     data = Pages.of(k_pages).data
     q = torch.empty(0, num_heads, 0, dtype=dtype or data.dtype, device="meta")
     geometry, target = Geometry.of(q, k_pages), target_of(data.device)
@@ -161,7 +161,7 @@ def watch(
     page_size: int,
     device: torch.device,
 ) -> observe.Plan | None:
-    """What a call is to note down for `page_mass`; None if no row of few new tokens is watched.
+    """Plans what a call notes down for `page_mass`; None if no row of few new tokens is watched.
 
     Args:
         num_new, kv_lens, queries: as in `page_mass.page_mass`.

@@ -1,4 +1,4 @@
-"""What a layer's call launches, bound once a step for all layers of its kind.
+"""Binds what a layer's call launches once a step, for all layers of its kind.
 
 The first layer of a kind goes the ordinary way, with all its checks, and what it launches is noted
 down. For the layers after it the same is launched with other addresses, as integers, which Triton
@@ -24,7 +24,7 @@ New = tuple[Tensor, Tensor, Tensor]  # q, k and v of a step's new tokens
 
 
 class _Like(NamedTuple):
-    """What a tensor of another layer has to be like."""
+    """The properties in which a tensor of another layer must be alike."""
 
     shape: torch.Size
     strides: tuple[int, ...]
@@ -77,7 +77,7 @@ class Bound:
         # To make a tensor like another takes a third of the time; these take no memory.
         self._out = out.new_empty(()).expand(out.shape)
         self._lse = out.new_empty((), dtype=torch.float32).expand(out.shape[:2])
-        # What nobody asks for goes here; each layer writes it anew.
+        # The log-sum-exp goes here if the caller does not ask for it; each layer overwrites it.
         self._unasked = torch.empty(out.shape[:2], dtype=torch.float32, device=out.device)
 
     def __call__(

@@ -17,7 +17,7 @@ from triton.runtime import driver
 
 
 class Chip(NamedTuple):
-    """What an architecture offers, after the CUDA programming guide's table of capabilities.
+    """The limits of an architecture, after the CUDA programming guide's table of capabilities.
 
     Attributes:
         shared: bytes of shared memory that one block can have.

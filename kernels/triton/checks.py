@@ -1,4 +1,4 @@
-"""What the Triton kernels serve, and everything they rely on, checked before the first launch."""
+"""Checks what the Triton kernels serve and rely on, before the first launch."""
 
 from __future__ import annotations
 
@@ -180,7 +180,7 @@ def _of_v(geometry: Geometry) -> str:
 
 
 def _are_fine(q: Tensor, k: Pages, v: Pages, v_dim: int) -> bool:
-    """What `_check_pages` finds out."""
+    """Whether `_check_pages` would find nothing wrong; it takes less time."""
     pages, heads, size, _ = k.data.shape
     dtype, device = q.dtype, q.device
     addresses = q.data_ptr()
@@ -231,7 +231,7 @@ def _scales_dtype(format: Format) -> torch.dtype:
 def _tables_are_fine(
     q: Tensor, page_table: Tensor, kv_lens: Tensor, query_start_loc: Tensor
 ) -> bool:
-    """What `_check_tables` finds out."""
+    """Whether `_check_tables` would find nothing wrong; it takes less time."""
     rows = kv_lens.shape[0]
     return bool(
         page_table.dtype is kv_lens.dtype is query_start_loc.dtype is torch.int32

@@ -182,7 +182,7 @@ def excess(FORMAT: tl.constexpr):
 
 @triton.jit
 def unit(FORMAT: tl.constexpr, dtype: tl.constexpr):
-    """What an unpacked code must be multiplied by: exponents have the bias of `dtype`."""
+    """Returns the factor of an unpacked code: its exponent has the bias of `dtype`."""
     if FORMAT.bias == 0:
         return 1.0
     elif dtype == tl.float16:

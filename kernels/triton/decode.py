@@ -65,7 +65,7 @@ class Tuning(NamedTuple):
     longest: int = 1024
 
     def cut(self, geometry: Geometry, queries: int) -> Cut:
-        """How rows of few new tokens are cut into tiles of so many queries, and splits."""
+        """Cuts rows of few new tokens into tiles of `queries` queries, and splits."""
         splits = most_splits(geometry) if self.splits is None else self.splits
         shares = min(max(LEAST_SHARES, SHARED_WORK // geometry.num_kv_heads), MOST_SHARES)
         rule = self.split, splits, self.block_n, self.longest, shares

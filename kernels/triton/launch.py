@@ -30,7 +30,7 @@ MOST_RATIO = 128  # query heads a KV head
 
 
 class Target(NamedTuple):
-    """What tuning tables are keyed by, and what fixed grids are sized with.
+    """The device that kernels are tuned for, and the sizes that fixed grids depend on.
 
     Attributes:
         device: its number; -1 for the interpreter.
@@ -96,7 +96,7 @@ class Geometry(NamedTuple):
     def of(
         cls, q: Tensor, k_pages: Tensor | Pages, v_pages: Tensor | Pages | None = None
     ) -> Geometry:
-        """From queries `[T, H, D]` and pages; V's are like K's unless given."""
+        """Reads the geometry off queries `[T, H, D]` and pages; V's are like K's unless given."""
         k = Pages.of(k_pages)
         v = k if v_pages is None else Pages.of(v_pages)
         staging = NOT_THERE if k.staging is None else Layout.of(DENSE, k.staging)
@@ -135,11 +135,11 @@ class Geometry(NamedTuple):
         return min(MOST_RATIO, QUERY_BYTES // row)
 
     def heads(self, rows: int) -> int:
-        """Query heads of a KV head in a tile of so many rows: equal shares of them."""
+        """Returns query heads of a KV head in a tile of `rows` rows: equal shares of them."""
         return -(-self.ratio // -(-self.ratio // rows)) if self.wide else self.ratio
 
     def block_n(self, most: int) -> int:
-        """Tokens a tile, at most so many: one never spans pages whose K has scales of its own."""
+        """Returns tokens a tile, at most `most`; none spans pages whose K has scales of its own."""
         return min(most, self.page & -self.page) if self.k.format.scales == "channel" else most
 
     def staging_n(self, block_n: int) -> int:
@@ -292,7 +292,7 @@ Launch = tuple[Launcher, tuple[int, int, int], tuple[Any, ...]]
 
 
 class Launches(list[Launch]):
-    """What was launched, in order, or would have been.
+    """Launches in their order, which were made or only noted down.
 
     Attributes:
         only: whether launches are noted down and not made.
@@ -306,7 +306,7 @@ _noted: ContextVar[Launches | None] = ContextVar("launches noted", default=None)
 
 @contextmanager
 def noted(only: bool = False) -> Iterator[Launches]:
-    """Notes down what is launched inside, with its arguments; also for whom it is inside of.
+    """Notes down what is launched inside, with its arguments; an outer call notes it, too.
 
     Args:
         only: launch nothing, so that outputs are whatever their memory holds.

@@ -350,7 +350,7 @@ def _launch_encode(
     first_source: int,
     strides: tuple[int, ...],
 ) -> None:
-    """Codes from wherever: `source` counts in the second of four strides."""
+    """Codes from any tensor: `source` counts in the second of four strides."""
     check_aligned(k=k, v=v, k_pages=k_pages.data, v_pages=v_pages.data)
     _check_ids(source=source, target=target)
     if not source.numel():
@@ -398,7 +398,7 @@ Key = tuple[tuple[int, int, int], tuple[Layout, Layout], tuple[int, ...]]
 
 
 def _key(k: Pages, v: Pages, dim: int) -> Key:
-    """What a kernel for pages of all layers is compiled for, however many they are."""
+    """Returns the key of a kernel for pages of all layers, however many they are."""
     _, _, heads, size, _ = k.data.shape
     layouts = Layout(k.format, *k.data.stride()[1:4]), Layout(v.format, *v.data.stride()[1:4])
     staging = () if k.staging is None else k.staging.stride()[1:4]

@@ -41,7 +41,7 @@ NUM_WARPS = 4
 
 
 class Plan(NamedTuple):
-    """What the decode kernel notes down in a step, for all layers of as many query heads.
+    """Tensors for what the decode kernel notes down in a step, in all layers of equal heads.
 
     Attributes:
         rooms: `[B, 5]` int64, see `FIELDS`.

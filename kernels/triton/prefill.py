@@ -270,7 +270,7 @@ def plan(
 
 
 def _on_gluon(plan: Plan, scoring: Scoring, target: Target) -> ModuleType | None:
-    """`gluon/prefill.py` where it attends instead."""
+    """Returns `gluon/prefill.py` where it attends instead."""
     if not is_on("gluon_prefill", target.arch):
         return None
     from .gluon import prefill as faster  # versions of Triton before 3.6 have less of Gluon

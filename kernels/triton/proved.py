@@ -1,4 +1,4 @@
-"""What is off until a card has shown that it computes the right thing there, and is not slower.
+"""Kernels that stay off until a run on a card has shown that they are right, and not slower.
 
     gluon_prefill   the prefill kernel of `gluon/`
     pdl             programmatic dependent launch: a kernel starts while the one before it ends
@@ -37,7 +37,7 @@ def is_on(name: str, arch: int) -> bool:
 
 @contextmanager
 def trying(*names: str) -> Iterator[None]:
-    """Inside, these are on and no others."""
+    """Turns these on, and no others, inside."""
     token = _tried.set(_checked(names, "names"))
     try:
         yield

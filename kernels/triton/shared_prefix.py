@@ -104,7 +104,7 @@ def plan(work: Work, device: torch.device) -> Plan:
 
 
 def room(rows: int, parts: int, device: torch.device) -> Plan:
-    """A plan to be filled, for any step of at most so many rows, and parts of a prefix."""
+    """Makes an empty plan for any step of at most `rows` rows and `parts` parts of a prefix."""
     items = torch.zeros(rows * parts, FIELDS.value, dtype=torch.int32, device=device)
     total = torch.zeros(1, dtype=torch.int32, device=device)
     return Plan(items, total, torch.zeros(rows, 2, dtype=torch.int32, device=device), parts)

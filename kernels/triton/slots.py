@@ -1,4 +1,4 @@
-"""What kernels of one token need of their inputs, and of the pools of states they go over."""
+"""Checks the inputs of kernels of one token, and the pools of states that they go over."""
 
 from __future__ import annotations
 

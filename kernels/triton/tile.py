@@ -63,7 +63,7 @@ def place(
     BLOCK_N: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
 ):
-    """Of the tile at `start`: pages and slots that can be read, and which tokens lie there."""
+    """Returns the pages and slots that a tile may read, and which of its tokens lie there."""
     offs_n = tl.arange(0, BLOCK_N)
     inside = start + offs_n < end
     if HAS_WINDOW:
@@ -145,7 +145,7 @@ def zeros(ROWS: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def times(parts, factor):
-    """Each of the parts times the same."""
+    """Multiplies each of the parts by a factor."""
     found = tl.tuple([])
     for part in tl.static_range(len(parts)):
         found += (parts[part] * factor,)
@@ -166,7 +166,7 @@ def follow(PDL: tl.constexpr):
 _FUNCTIONS = page_ids, pages_of, place, next_staging, load_tile, store_tile, zeros, times, follow
 
 # Triton hashes a kernel with the functions it calls, and the hash depends on whether these were
-# hashed before. In this order a kernel has one hash, whoever compiles it: caches on disk are found.
+# hashed before. In this order a kernel has one hash in every process: caches on disk are found.
 for _function in _FUNCTIONS:
     getattr(_function, "cache_key", None)  # the interpreter's have none
 

@@ -35,7 +35,7 @@ FIELDS: tl.constexpr = tl.constexpr(8)
 
 
 class Bounds(NamedTuple):
-    """What the host knows about the rows that take part; bounds, not necessarily reached.
+    """Bounds of the rows that take part, known on the host; they need not be reached.
 
     Attributes:
         rows: how many.
@@ -78,12 +78,12 @@ class Cut(NamedTuple):
         return min(each, bounds.tokens // self.queries + bounds.rows)
 
     def parts(self, visible: int) -> int:
-        """Most splits of a row that attends to so many tokens or fewer."""
+        """Returns the most splits of a row that attends to `visible` tokens or fewer."""
         growing = min(self.shares, -(-visible // self.split))
         return max(1, min(self.splits, max(growing, -(-visible // max(self.split, self.longest)))))
 
     def into(self, length: int) -> tuple[int, int]:
-        """Splits of so many tokens, and tokens of each: what `_splits_of` says on the device."""
+        """Returns splits of `length` tokens, and tokens of each, as the device's `_splits_of`."""
         fewest = max(self.split, min(-(-length // self.shares), self.longest))
         splits = min(max(-(-length // fewest), 1), self.splits)
         size = max(-(-length // (splits * self.block)), 1) * self.block
@@ -91,7 +91,7 @@ class Cut(NamedTuple):
 
 
 class Work(NamedTuple):
-    """What `cut_rows` made.
+    """The work that `cut_rows` made.
 
     Attributes:
         items: `[most items, 8]` int32.
@@ -113,7 +113,7 @@ def _splits_of(
     LONGEST: tl.constexpr,
     SHARES: tl.constexpr,
 ):
-    """Splits of so many tokens, and tokens of each, of these alone."""
+    """Returns the splits of a row of `length` tokens, and the tokens of each."""
     share = (length + SHARES - 1) // SHARES
     fewest = tl.maximum(tl.minimum(share, LONGEST), SPLIT)
     splits = tl.minimum(tl.maximum((length + fewest - 1) // fewest, 1), SPLITS)

@@ -32,7 +32,7 @@ WORTH_BYTES = 8 << 20
 
 
 class Plan(NamedTuple):
-    """What the library is told of a step's rows.
+    """The arguments of the C library for the rows of a step.
 
     Attributes:
         num_new, kv_lens: `[B]` int64, new tokens of each row, and its length with them.
@@ -46,7 +46,7 @@ class Plan(NamedTuple):
 
 
 def plan(call: Call) -> Plan:
-    """What a row computes depends on no other row, unless they share a long prefix."""
+    """Plans a call once a step for all its layers; torch attends where rows share long prefixes."""
     step, group = call.step, call.group
     shares = on_torch.reads_prefixes(call)
 
@@ -71,7 +71,7 @@ def write(k: Tensor, v: Tensor, step: StepMetadata, layer: int) -> None:
 
 
 def write_and_attend(call: Call, plan: Plan) -> tuple[Tensor, Tensor]:
-    """Both, for a call with K and V."""
+    """Writes, then attends, for a call with K and V."""
     assert call.k is not None
     assert call.v is not None
     write(call.k, call.v, call.step, call.layer)

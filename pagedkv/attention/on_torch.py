@@ -85,11 +85,11 @@ def write(k: Tensor, v: Tensor, step: StepMetadata, layer: int, by: Any = kernel
 
 
 def again(call: Call) -> None:
-    """Nothing is bound here: what the host does is small beside the gathering."""
+    """Returns None: binding would save little, because gathering takes longer than the host."""
 
 
 def write_and_attend(call: Call, plan: Plan) -> tuple[Tensor, Tensor]:
-    """Both, for a call with K and V."""
+    """Writes, then attends, for a call with K and V."""
     assert call.k is not None
     assert call.v is not None
     write(call.k, call.v, call.step, call.layer)

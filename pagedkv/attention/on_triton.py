@@ -80,7 +80,7 @@ def write(k: Tensor, v: Tensor, step: StepMetadata, layer: int) -> None:
 
 
 def write_and_attend(call: Call, plan: Plan) -> tuple[Tensor, Tensor]:
-    """Both, for a call with K and V, which then serves to bind those of other layers."""
+    """Writes, then attends, for a call with K and V; it serves to bind those of other layers."""
     q, k, v, step, layer, *_ = call
     assert k is not None
     assert v is not None
@@ -97,7 +97,7 @@ def write_and_attend(call: Call, plan: Plan) -> tuple[Tensor, Tensor]:
 
 
 def again(call: Call) -> tuple[Tensor, Tensor] | None:
-    """What the first layer of a kind did, for one that is called as it was; see `bound.py`."""
+    """Repeats what the first layer of a kind launched, for a call like its own; see `bound.py`."""
     q, k, v, step, layer, scoring, return_lse = call
     bound: Bound | None = step.kept(("bound", step.config.group_of.get(layer)))
     storage: Storage = step.storage
@@ -160,7 +160,7 @@ def shared_work(step: StepMetadata, group: int, num_heads: int) -> Any:
 
 
 def _watched(step: StepMetadata, group: int, num_heads: int) -> Any:
-    """Where kernels note down what `page_mass` needs; None if no query is watched.
+    """Returns where kernels note down what `page_mass` needs; None if no query is watched.
 
     It is None, too, where queries choose pages: mass is measured over all pages of a text.
     """
@@ -175,7 +175,7 @@ def _watched(step: StepMetadata, group: int, num_heads: int) -> Any:
 
 
 def room_for_prefixes(step: StepMetadata, group: int, rows: int, num_heads: int) -> Any:
-    """A lasting buffer from which captured graphs of so many rows read the work of prefixes."""
+    """Makes a lasting buffer for the work of prefixes, which graphs of `rows` rows read."""
     k_pages, _ = step.storage.layer(step.storage.groups[group].layers[0])
     longest = step.config.max_sequence_length
     return kernels.room_for_prefixes(rows, longest, num_heads, k_pages, step.storage.dtype)

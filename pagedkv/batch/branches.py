@@ -1,4 +1,4 @@
-"""Where recurrent states are kept as checkpoints: where prompts part, and where texts end.
+"""Keeps recurrent states as checkpoints: where prompts part, and where texts end.
 
 A prompt of a model with states is found up to a checkpoint, not up to any token. The scheduler
 knows its prompts, so it keeps one exactly where the text of a row and that of a row that waits
@@ -34,7 +34,7 @@ class Branches:
         """Makes rows keep their states where one that begins to wait parts from them."""
 
     def counts(self, row: Row, length: int) -> bool:
-        """Whether a row that waits can begin behind so many tokens of its text."""
+        """Whether a waiting row can begin behind `length` tokens of its text."""
         return True
 
     def cut(self, row: Row, length: int) -> None:

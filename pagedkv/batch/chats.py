@@ -30,7 +30,7 @@ def is_chat(prompt: Any) -> bool:
 
 
 def told(value: Any) -> Told:
-    """What the template of one prompt is told; nothing where there is None.
+    """Checks what a prompt's chat template is given, and returns it; an empty dict for None.
 
     Raises:
         TypeError: it is no mapping of names, or what it says of a parameter cannot be.
@@ -71,7 +71,7 @@ def require_known(by: Any, told: Told) -> None:
 
 
 def rendered(by: Any, messages: Any, told: Told, **how: Any) -> Any:
-    """What a tokenizer or processor returns for messages.
+    """Renders messages by the chat template of a tokenizer or a processor.
 
     Args:
         told: what its template is told.

@@ -32,7 +32,7 @@ class Span(NamedTuple):
 
 
 class Forecast:
-    """What is left of a job of rows that generate.
+    """Estimates what is left of a job of rows that generate.
 
     Args:
         stats: the generator's, of the call that runs them.

@@ -176,7 +176,7 @@ class BatchGenerator:
         graphs = (
             cuda_graphs
             and not has_states
-            and ranks.size == 1  # nobody has captured what ranks send each other
+            and ranks.size == 1  # transfers between ranks were never captured
             and self.cache.backend == "triton"
             and self.cache.device.type == "cuda"
             and not self.cache.placement.is_divided
@@ -184,15 +184,15 @@ class BatchGenerator:
         # Weights that are streamed have another address in every pass.
         graphs = graphs and not any(parameter.is_meta for parameter in model.parameters())
         self._graphs = DecodeGraphs(self._packed) if graphs else None
-        # Elsewhere the host computes.
+        # A CPU has no device to run ahead of.
         self._ahead = self.cache.device.type == "cuda" and not has_states
-        # Their logits are planned for.
+        # The plan has memory for the logits of this many rows.
         self._most_sampling = None if plan is None else plan.batch * plan.verify_width
         self.stats = GenerationStats()
         self._scheduler: Scheduler | None = None  # of the latest call
 
     def generate(self, prompts: Iterable[Prompt], **options: Any) -> list[Result]:
-        """All results in the order of the prompts; Ctrl-C returns those that are finished.
+        """Returns all results in the order of the prompts; Ctrl-C returns those that are finished.
 
         An error that ends the call, such as one of the model's forward, has them as its `results`.
 
@@ -231,7 +231,7 @@ class BatchGenerator:
         chat_template_kwargs: Chats = None,
         **options: Any,
     ) -> Iterator[Result]:
-        """Results as they finish; arguments as for `generate`, which are checked at once.
+        """Yields results as they finish; arguments as for `generate`, which are checked at once.
 
         Prompts of an iterator are read as rows leave, up to a few hundred ahead. What is wrong with
         one of them is its row's error; what the iterator raises is raised after the rows that it
@@ -315,7 +315,7 @@ class BatchGenerator:
         salt: Salt | Sequence[Salt] = b"",
         chat_template_kwargs: Chats = None,
     ) -> list[list[Score]]:
-        """What the model says of given continuations: of each prompt a list, in their order.
+        """Scores given continuations; returns a list for each prompt, in the order of the prompts.
 
         A context is computed once for all its continuations, and found by later calls. Ctrl-C
         returns what is finished; an error that ends the call has it as its `results`.
@@ -346,7 +346,7 @@ class BatchGenerator:
         salt: Salt | Sequence[Salt] = b"",
         chat_template_kwargs: Chats = None,
     ) -> Iterator[Score]:
-        """Scores as they finish; arguments as for `score`, which are checked at once."""
+        """Yields scores as they finish; arguments as for `score`, which are checked at once."""
         given = prompts, continuations, salt, chat_template_kwargs
         source = self.cache.ranks.agree(partial(self._ready_to_score, *given))
         source.require_same(self.cache.ranks, "scores")
@@ -463,7 +463,7 @@ class BatchGenerator:
     def _parts(
         self, source: PromptQueue, may_see: bool, logprobs: bool, stats: GenerationStats
     ) -> tuple[Any, ...]:
-        """What a job of rows that generate is made of."""
+        """Makes the parts of a job of rows that generate: scheduler, runner and the rest."""
         packed, graphs, widths = self._packed, self._graphs, (self.step_tokens, self.verify_width)
         drafter = None
         if self._draft is not None:

@@ -33,7 +33,7 @@ ATTEMPTS = 2  # captures in a row that fail; one may be another thread's doing, 
 
 
 def capture(forward: Forward, device: torch.device, pool: Any) -> tuple[Replay, Tensor]:
-    """Captures a forward: what replays it, and the tensor that it writes.
+    """Captures a forward; returns what replays it, and the tensor that it writes.
 
     What other threads do with the device meanwhile is theirs: a capture that watched all of them
     would fail because a loader pins memory.
@@ -94,7 +94,7 @@ class DecodeGraphs:
         return out[:rows]
 
     def _shared(self, step: StepMetadata, size: int) -> dict[int, Any]:
-        """By group, the work of prefixes that rows have in common, where graphs will read it.
+        """Returns the work of prefixes that rows share, by group, at places that graphs read.
 
         Graphs read it for every group in which rows ever shared some, so that a row that leaves
         and ends the sharing calls for no other graph.
@@ -130,7 +130,7 @@ class DecodeGraphs:
         self._weights = now
 
     def _record(self, size: int, padded: StepMetadata) -> bool:
-        """Captures a forward of such steps; whether that worked."""
+        """Captures a forward of such steps; returns whether that worked."""
         device = padded.positions.device
         forward = self._packed.logits
         try:
@@ -150,6 +150,6 @@ class DecodeGraphs:
 
 
 def padded_size(rows: int, most: int) -> int:
-    """Rows that a graph for so many has: few sizes, at most an eighth of them empty from 64 on."""
+    """Returns the rows of a graph for `rows`: few sizes, from 64 on at most an eighth is empty."""
     step = 1 << max(0, (rows - 1).bit_length() - 3)
     return min(-(-rows // step) * step, most)

@@ -1,4 +1,4 @@
-"""Which prompts wait for one another, so that a prefix is computed once.
+"""Decides which prompts wait for one another, so that a prefix is computed once.
 
 A prompt that shares more with one still being computed than is stored so far waits for that,
 instead of computing it again beside it.

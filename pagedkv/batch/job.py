@@ -62,7 +62,7 @@ class Job:
     # ------------------------------------------------------------------ the loop
 
     def run(self) -> Generator[Any]:
-        """The rows in the order in which they end, or what else `_step` gives."""
+        """Yields what `_step` returns: by default the rows in the order in which they end."""
         rows, lock, turns = self._scheduler.rows, self._packed.kv.lock, self._turns
         self._sync.begin()
         try:
@@ -83,7 +83,7 @@ class Job:
                         turns.leave(rows)
                         break
                 yield from ended
-                if ended:  # who took them may have cast the model
+                if ended:  # the caller may have cast the model since
                     self._packed.require_same_kind()
         except GeneratorExit:  # perhaps from a garbage collection in the middle of anything
             rows.close_later()
@@ -112,7 +112,7 @@ class Job:
             self._graphs.forget_stale()
 
     def _timed(self) -> list[Any] | None:
-        """A step, and what it took."""
+        """Runs a turn, and adds its time and counts to the statistics."""
         stats, since = self._stats, perf_counter()
         steps, computed = stats.steps, stats.computed
         ended = self._turn()
@@ -122,7 +122,7 @@ class Job:
         return ended
 
     def _turn(self) -> list[Any] | None:
-        """A step; of one that ends in an error other threads meet nothing."""
+        """Runs a step; if it raises, the rows are released before other threads go on."""
         try:
             self._packed.require_open()
             self._packed.take_over()
@@ -138,7 +138,7 @@ class Job:
             raise
 
     def _step(self) -> list[Any] | None:
-        """Takes in prompts and computes a step; the rows that ended, None when there is no more."""
+        """Takes in prompts and computes a step; returns rows that ended, None at the job's end."""
         scheduler, runner = self._scheduler, self._runner
         self._take_in()
         if not scheduler.rows.ended:

@@ -1,4 +1,4 @@
-"""What a caller's options must be, by name: transformers checks few of them, and names fewer."""
+"""Checks the types of a caller's options, by name: transformers checks few, and names fewer."""
 
 from __future__ import annotations
 

@@ -188,7 +188,7 @@ class GenerationOptions:
         return self._max_time is not None and time() - self._begin > self._max_time
 
     def what_is_wrong(self, place: int, own: Mapping[str, Any]) -> str | None:
-        """What is wrong with the values of one prompt's own, where they were read with it."""
+        """Returns what is wrong with the values that came with one prompt; None if nothing is."""
         try:
             for name, value in own.items():
                 if value is ENDED:
@@ -288,7 +288,7 @@ class GenerationOptions:
         )
 
     def _ids_allowed(self, index: int, _: int, text: Tensor) -> Tensor:
-        """What the caller allows behind a text; an id out of range would end a card's context."""
+        """Asks the caller which ids may follow; one out of range would end a card's context."""
         assert self._allowed is not None
         ids = torch.as_tensor(self._allowed(index, text), device=text.device)
         if len(ids) and not 0 <= ids.min() <= ids.max() < self._vocabulary:

@@ -53,7 +53,7 @@ if TYPE_CHECKING:
 
 
 class Inputs(NamedTuple):
-    """What a model is given for a step; of texts alone the step says it all.
+    """The arguments of a model's forward in a step.
 
     Attributes:
         ids: `[1, T]`.
@@ -67,7 +67,7 @@ class Inputs(NamedTuple):
 
 
 class PackedCache(ForwardCache):
-    """What the layers of a packed forward see as their cache."""
+    """The cache that the layers of a packed forward see."""
 
     def __init__(self, model: PreTrainedModel, kv: PagedKVCache) -> None:
         self.model, self.kv = model, kv
@@ -105,12 +105,12 @@ class PackedCache(ForwardCache):
         return [] if self.opened is None else self.opened.seqs.tolist()
 
     def require_usable(self) -> None:
-        """It lives as long as its model is used."""
+        """Does nothing: the cache lives as long as its model is used."""
 
     def get_seq_length(self, layer_idx: int | None = None) -> Any:
-        """What to add to the place of a packed token to have its position; 0 outside of a forward.
+        """Returns how far each token's position is ahead of its place; 0 outside of a forward.
 
-        Without a layer 0 as well, by which models make positions where none are given.
+        Without a layer it returns 0, too: models make positions of it where none are given.
         """
         if layer_idx is None:
             if self.touched:
@@ -125,7 +125,7 @@ class PackedCache(ForwardCache):
         return positions - torch.arange(len(positions), device=positions.device)
 
     def get_query_offset(self, layer_idx: int = 0) -> int:
-        """0: no mask that is made for packed rows has a past."""
+        """Returns 0: no mask that is made for packed rows has a past."""
         return self.seen
 
     def abort_step(self) -> None:
@@ -136,10 +136,10 @@ class PackedCache(ForwardCache):
         self.forward_layer, self.attended_again = -1, 0
 
     def open_step(self, shape: Sequence[int], mask: Tensor | None) -> None:
-        """The step is open already; nothing is masked in it."""
+        """Does nothing: the step is open already, and nothing is masked in it."""
 
     def commit_step(self) -> None:
-        """The caller commits."""
+        """Notes that all layers have attended; the caller commits."""
         self.complete = True
         self.transaction, self.touched = None, False
         self.forward_layer, self.attended_again = -1, 0
@@ -178,20 +178,20 @@ class PackedCache(ForwardCache):
         return out[None]
 
     def num_queries(self, new: int) -> Ints | None:
-        """Rows are packed, so the last tokens of each cannot be told by a number alone."""
+        """Raises: rows are packed, so a number alone does not tell the last tokens of each."""
         raise changed_after_cache(self.forward_layer)
 
     def length_behind(self, new: int) -> None:
-        """Each row has a length of its own."""
+        """Returns None: each row has a length of its own."""
 
     def held(self, layer: PagedLayer) -> None:
-        """Raises: it has rows within a forward alone."""
+        """Raises: packed rows are there within a forward alone."""
         raise UnsupportedModelError(
             f"layers[{layer.index}]: K and V of packed rows are read by `generator.cache.gather`"
         )
 
     def update_dense(self, layer: PagedLayer, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Without paged attention rows would see one another."""
+        """Raises: without paged attention rows would see one another."""
         raise UnsupportedModelError(
             f"attn_implementation: expected {NAME!r} while packed rows are computed; the model was "
             "switched to another one"
@@ -236,7 +236,7 @@ class PackedModel:
         try:
             accepted = _require_packable(model)
             # Weights to be packed whatever happens go first, because pages take a share of what is
-            # left, and others last, because pages that somebody asked for go before them.
+            # left, and others last, because pages that a caller asked for go before them.
             asked = bool(pack_weights) and pack_weights != "auto"
             weights = packed_weights(model) if asked else None
             self.kv = pages_for(model, cache, plan, max_tokens, fields)

@@ -155,7 +155,7 @@ class AbsentStates(LinearAttentionCacheLayerMixin):
         self.model_index = index
 
     def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
-        """Nothing to do."""
+        """Does nothing."""
 
     def update_conv_state(self, conv_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Raises: packed rows would run into each other."""
@@ -165,7 +165,7 @@ class AbsentStates(LinearAttentionCacheLayerMixin):
         )
 
     def update_recurrent_state(self, recurrent_states: Tensor, *args: Any, **kw: Any) -> Tensor:
-        """Raises, too."""
+        """Raises: packed rows would run into each other."""
         return self.update_conv_state(recurrent_states)
 
 

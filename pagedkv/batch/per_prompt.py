@@ -43,7 +43,7 @@ def values_of(name: str, value: Any, prompts: int | None) -> Iterable[Any] | Non
 
 
 def each_of(name: str, value: Any, prompts: int | None) -> Iterable[Any]:
-    """What each prompt has of an option that may be one value for all, checked if it is known."""
+    """Returns an option's value for each prompt; one value for all is checked and repeated."""
     if (values := values_of(name, value, prompts)) is not None:
         return values
     value = value_of(name, value)

@@ -1,4 +1,4 @@
-"""Which kernels the steps of a model launch, found before there is a prompt.
+"""Finds the kernels that the steps of a model launch, before there is a prompt.
 
 One step of each kind is run through the model, over a few pages of their own, and noted down in
 place of being launched. So it is the model that says which heads, windows and terms of scores its
@@ -32,9 +32,9 @@ DECODED = 16  # steps, in one of which queries are watched by policies that watc
 
 @torch.inference_mode()
 def launches_of(packed: PackedModel) -> list[Launch]:
-    """What steps of a model launch: decoding, verifying, prompts, prefixes, forks; some repeatedly.
+    """Returns the launches of a model's steps: decoding, verifying, prompts, prefixes and forks.
 
-    The model computes a few hundred tokens, with attention that is not there.
+    The model computes a few hundred tokens, with attention launches noted down instead of made.
     """
     from pagedkv.kernels.triton.launch import noted  # there is no Triton where torch attends
 

@@ -36,14 +36,14 @@ class Preemption:
         return True
 
     def _pays(self, row: Row) -> bool:
-        """What was never measured is tried; of several ranks the first one's clock counts."""
+        """Whether a copy is faster than computing again, by rank 0; unmeasured, it is tried."""
         copying = self.cache.copy_seconds(row.seq)
         computing = self.computing.seconds(self.cache.length(row.seq))
         pays = copying is None or computing is None or copying < computing
         return bool(self.cache.ranks.share(pays))
 
     def restore(self, row: Row, max_tokens: int | None) -> None:
-        """Restores a row that waits here, with pages set aside for so many tokens.
+        """Restores a row that waits here, with pages set aside for `max_tokens`.
 
         Raises:
             OutOfPagesError: not now.

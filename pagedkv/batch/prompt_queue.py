@@ -62,7 +62,7 @@ class PromptQueue:
         self.error: Exception | None = None
 
     def read(self, most: int) -> None:
-        """Reads on until so many prompts wait here, or a step goes first."""
+        """Reads on until `most` prompts wait here, or a step goes first."""
         begun = perf_counter()
         while len(self._read) < most and not self.is_over:
             self._try_one()
@@ -70,7 +70,7 @@ class PromptQueue:
                 break
 
     def read_exactly(self, count: int, to_the_end: bool) -> None:
-        """Reads so many more prompts, as another rank has, however long that takes.
+        """Reads `count` more prompts, as another rank has, however long that takes.
 
         Args:
             to_the_end: there were no more.
@@ -124,7 +124,7 @@ class PromptQueue:
         self._read.append(coming)
 
     def take(self, most: int) -> list[Coming]:
-        """The next prompts that were read, so many at most."""
+        """Takes the next prompts that were read, `most` at most."""
         return [self._read.popleft() for _ in range(min(most, len(self._read)))]
 
     def end(self) -> None:

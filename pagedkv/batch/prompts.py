@@ -42,7 +42,7 @@ def require_prompts(prompts: Any) -> None:
 
 
 def has_length(prompts: Any) -> bool:
-    """Whether it is known how many prompts there are; who wraps an iterator has no answer to it."""
+    """Whether the number of prompts is known; a wrapped iterator does not tell."""
     try:
         return len(prompts) >= 0
     except TypeError:
@@ -50,7 +50,7 @@ def has_length(prompts: Any) -> bool:
 
 
 def as_python(prompt: Any) -> Prompt:
-    """A prompt; one of pyarrow's as Python has it."""
+    """Returns a prompt; a value of pyarrow's becomes one of Python's."""
     return as_py() if (as_py := getattr(prompt, "as_py", None)) else prompt
 
 
@@ -115,7 +115,7 @@ class Unread:
 
 
 class Refused(Unread):
-    """In the place of a prompt that is none: its row ends with the reason."""
+    """Stands for an object that is no prompt; its row ends with the reason."""
 
     def __init__(self, error: Exception) -> None:
         self._error = error
@@ -175,7 +175,7 @@ def has_images(prompt: Prompt) -> bool:
 
 
 def needs_processor(prompt: Prompt) -> bool:
-    """Whether a prompt has images that nobody has processed."""
+    """Whether a prompt has images that were not processed yet."""
     return has_images(prompt) and "input_ids" not in prompt
 
 
@@ -188,7 +188,7 @@ def tokenizer_of(model: PreTrainedModel) -> Any:
 
 
 def start_of(model: PreTrainedModel, tokenizer: Any) -> int | None:
-    """The token that begins a text, or else one that ends it; None if nobody knows one."""
+    """Returns the token that begins a text, or else one that ends it; None if neither is known."""
     for source in (tokenizer, text_config(model)):
         for name in ("bos_token_id", "eos_token_id"):
             found = getattr(source, name, None)
@@ -209,7 +209,7 @@ def processor_of(model: PreTrainedModel) -> Any:
 
 
 def _kinds_in(messages: Prompt) -> list[str]:
-    """What the parts of chat messages are said to be."""
+    """Returns the types of the parts of chat messages."""
     contents = [message.get("content") for message in messages if isinstance(message, Mapping)]
     parts = [part for content in contents if isinstance(content, list) for part in content]
     return [str(part.get("type")) for part in parts if isinstance(part, Mapping)]

@@ -1,4 +1,4 @@
-"""What the ranks that share a model agree on between two steps of a job.
+"""Lets the ranks that share a model agree between two steps of a job.
 
 Each rank runs the same job on its own. Between steps it may learn what the others do not know: a
 Ctrl-C, that time is over, a prompt that comes late or not at all, an error of its caller's code.
@@ -53,7 +53,7 @@ class RankSync:
         """Tells the others of an error by which the job ends here, if they wait to hear of it."""
 
     def read(self, source: PromptQueue, most: int, reading: AbstractContextManager[Any]) -> None:
-        """Reads prompts on, until so many wait.
+        """Reads prompts until `most` wait.
 
         Args:
             reading: what other threads may do meanwhile.
@@ -121,7 +121,7 @@ class ManyRanks(RankSync):
             self._ranks.gather(f"{type(error).__name__}: {error}")
 
     def read(self, source: PromptQueue, most: int, reading: AbstractContextManager[Any]) -> None:
-        """Reads prompts that nobody knows yet: as many as the first rank gets, the same on all.
+        """Reads new prompts: as many as the first rank gets, the same on all.
 
         Raises:
             ValueError: they are not the same.
@@ -152,7 +152,7 @@ class ManyRanks(RankSync):
 
 
 def rank_sync(ranks: Ranks) -> RankSync:
-    """What a job needs to agree on with the ranks that share its model."""
+    """Returns a `RankSync` for a job; it costs nothing in a process that has its model alone."""
     return ManyRanks(ranks) if ranks.size > 1 else RankSync()
 
 

@@ -1,4 +1,4 @@
-"""What a batch job gives back: a `Result` for each sample, and what the job took."""
+"""The results of a batch job: a `Result` for each sample, and what the job took."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Running:
 
 @dataclass(frozen=True)
 class Score:
-    """What the model says of one continuation of one prompt.
+    """The score of one continuation of one prompt.
 
     Attributes:
         index: the prompt's place in the list given.
@@ -83,7 +83,7 @@ class Score:
 
     @property
     def logprob(self) -> float:
-        """That of the whole continuation: the sum; NaN with an error."""
+        """The log-probability of the whole continuation: the sum; NaN with an error."""
         return nan if self.error else fsum(self.logprobs)
 
     @property
@@ -99,7 +99,7 @@ class Score:
 
 @dataclass
 class GenerationStats:
-    """What one call did.
+    """Counts and times of one call.
 
     Attributes:
         seconds: time in its steps, without what the caller did between results.
@@ -139,7 +139,7 @@ class GenerationStats:
 
     @property
     def drafts(self) -> str:
-        """How many were made, and by what, in words that follow how many were right."""
+        """The part of the report on drafts that follows the number of right ones."""
         said = f"{self.drafted:,} drafted tokens were right"
         if self.draft_steps:
             said += f", made in {self.draft_steps:,} steps of the draft model"
@@ -169,7 +169,7 @@ class GenerationStats:
 
 
 def finished(stream: Iterable[T], what: str, arranged: Callable[[list[T]], list[R]]) -> list[R]:
-    """All that a stream gives, arranged; Ctrl-C ends it, and an error has what came as `results`.
+    """Arranges all that a stream gives until Ctrl-C; an error gets what came as `results`.
 
     Args:
         what: the error's note says of what came before it.

@@ -20,7 +20,7 @@ NOT_RUNNING = -1
 
 
 class Rules(Protocol):
-    """What a row asks of the rules by which its tokens are chosen."""
+    """The rules by which a row's tokens are chosen, as far as the row asks for them."""
 
     limit: int
     ends: frozenset[int]
@@ -80,7 +80,7 @@ class Row:
 
     @property
     def is_prefilling(self) -> bool:
-        """More than its last token is uncomputed, or nothing was generated since it joined."""
+        """Whether nothing was generated since it joined, or several tokens are uncomputed."""
         return len(self.tokens) == self.joined_with
 
     @property
@@ -89,7 +89,7 @@ class Row:
         return sum(sample.limit > sample.length + 1 for sample in self.samples)
 
     def join(self, text: Tokens, done: int) -> None:
-        """It has got a sequence, which holds the first `done` tokens of its text."""
+        """Notes the row's sequence, which holds the first `done` tokens of its text."""
         self.ids, self.done, self.joined_with = text, done, len(self.tokens)
 
     def text(self) -> Tokens:
@@ -105,7 +105,7 @@ class Row:
         return np.asarray(self.tokens[length - len(self.prompt) :], np.int32)
 
     def take(self, token: int) -> bool:
-        """Appends a token; whether that finishes the row."""
+        """Appends a token; returns whether that finishes the row."""
         rules: Rules = self.rules
         self.tokens.append(token)
         self.length += 1
@@ -179,7 +179,7 @@ class Batch:
 
 @dataclass
 class Outcome:
-    """What a step did to the rows of its batch.
+    """The outcome of a step for the rows of its batch.
 
     Attributes:
         batch: the step's.

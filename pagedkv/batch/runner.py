@@ -34,7 +34,7 @@ LEARNT_BYTES = (32 << 20) - (64 << 10)
 
 
 class InFlight(NamedTuple):
-    """A step that was computed, or is being computed, and whose tokens nobody has read."""
+    """A step that was computed, or is being computed, and whose tokens were not read yet."""
 
     batch: Batch
     chosen: Chosen
@@ -67,7 +67,7 @@ class StepRunner:
 
     @property
     def in_flight(self) -> Batch | None:
-        """The batch whose tokens nobody has read; it has to be run again before any other."""
+        """The batch whose tokens were not read yet; it has to be run again before any other."""
         return None if self._flight is None else self._flight.batch
 
     @torch.inference_mode()
@@ -162,7 +162,7 @@ class StepRunner:
             self._hand_out(outcome, rows, chosen, going)
 
     def _may_run_ahead(self, batch: Batch, chosen: Chosen) -> bool:
-        """Whether no row ends by length or looks at its next token, whatever the tokens are."""
+        """Whether the next step may begin before tokens are read: no limit or rule needs them."""
         longest = self.cache.config.max_sequence_length
         return (
             self.ahead
@@ -218,7 +218,7 @@ class StepRunner:
         chosen: Chosen,
         at: Sequence[int] | None = None,
     ) -> None:
-        """Gives rows their tokens, and notes which of them that finishes or fails.
+        """Gives rows their tokens, and notes which rows finish or fail by them.
 
         Args:
             at: places in `rows`; default all.
@@ -250,7 +250,7 @@ class StepRunner:
             self._follow_endings(outcome, [rows[i] for i in places])
 
     def _follow_endings(self, outcome: Outcome, rows: list[Row]) -> None:
-        """Ends rows where the first rank says so: a criterion may look at a clock."""
+        """Applies the first rank's decision on which rows ended: criteria may look at a clock."""
         said = self._ranks.share([(row.finish_reason, row.error) for row in rows])
         judged = set(map(id, rows))
         outcome.finished = [row for row in outcome.finished if id(row) not in judged]

@@ -174,7 +174,7 @@ class Running:
     # ------------------------------------------------------------------ rows leave
 
     def finish(self, rows: list[Row]) -> None:
-        """Rows that are done give their pages back."""
+        """Gives back the pages of rows that are done."""
         if not self.waiting:
             self.branches.keep(rows)
         self._depart(rows)
@@ -219,7 +219,7 @@ class Running:
             self.preemption.free([row])
 
     def close(self) -> None:
-        """Gives back the pages of whatever still runs. What was computed stays findable."""
+        """Gives back the pages of rows that still run. What was computed stays findable."""
         step = self.cache.open_step
         if step is not None and {row.seq for row in self.running} & set(step.seqs.tolist()):
             self.cache.abort(step)  # interrupted before its commit
@@ -239,7 +239,7 @@ class Running:
         self.turns.forget(self)
 
     def _depart(self, rows: list[Row]) -> None:
-        """Rows leave for good, and others may join: also those of other threads."""
+        """Lets rows leave for good; others may join now, also those of other threads."""
         self._leave(rows)
         self.turns.departures += bool(rows)
 

@@ -154,7 +154,7 @@ def _by_rules(rows: Sequence[Any], logits: Tensor, errors: dict[int, str]) -> tu
                 top = scores.max(-1)
         except Exception as error:  # whatever a caller's own processor may raise
             errors |= dict.fromkeys(at, reason(error, "choosing a token"))
-            top = own.max(-1)  # an id like any other, which nobody gets
+            top = own.max(-1)  # a valid id, which no row gets
         order += at
         best.append(top[0])
         tokens.append(top[1])
@@ -172,7 +172,7 @@ def _by_rules(rows: Sequence[Any], logits: Tensor, errors: dict[int, str]) -> tu
 
 
 def reason(error: Exception, what: str) -> str:
-    """What a row says that ends by an error of the caller's own code."""
+    """Describes an error of the caller's own code, for the row that it ends."""
     return f"{type(error).__name__} while {what}" + (f": {error}" if str(error) else "")
 
 
@@ -201,7 +201,7 @@ def _process(group: Sequence[Any], scores: Tensor) -> Tensor:
 
 
 def _draw(generators: Sequence[torch.Generator], groups: list[Tensor]) -> Any:
-    """Of every row what its token was chosen for, and the token: `[n]` each.
+    """Draws a token for each row: returns the values that it was chosen by, and ids, `[n]` each.
 
     The rows draw as `torch.multinomial` does, to the bit: its sample of one is `argmax(p / q)` with
     q exponential. That itself would wait for the device, and what is no distribution would end the

@@ -1,4 +1,4 @@
-"""Which rows a batch job computes next: it composes batches, opens their steps, and lets rows join.
+"""Decides which rows a batch job computes next: composes batches, opens steps, lets rows join.
 
 `schedule` composes a batch and opens its step; `book` takes in what the step did. `running.py` has
 the rows that hold pages, `heads.py` says which prompts wait for one another.
@@ -148,7 +148,7 @@ class Scheduler:
         return batch
 
     def _draft(self, rows: list[Row], budget: int) -> list[Tokens]:
-        """What each row may go on with; empty if no row has a draft."""
+        """Returns a draft for each row; an empty list if no row has one."""
         longest = self.cache.config.max_sequence_length
         # Even if all are right, a token is chosen behind the last.
         most = [min(self.verify_width, min(r.limit, longest) - r.length) - 1 for r in rows]
@@ -166,7 +166,7 @@ class Scheduler:
         return 0 if row.most_fed else budget - count
 
     def _open(self, batch: Batch) -> bool:
-        """Opens the step of a batch, if need be without its drafts; whether there were pages."""
+        """Opens a batch's step, without drafts if need be; returns whether there were pages."""
         try:
             batch.step = self.cache.prepare([row.seq for row in batch.rows], batch.fed)
             return True
@@ -179,7 +179,7 @@ class Scheduler:
             return False
 
     def _feed_less(self, batch: Batch) -> bool:
-        """Shortens the steps of a prompt that is alone: what has left makes room for what comes."""
+        """Halves the steps of a prompt that is alone, so that evictions between them make room."""
         fed = sum(batch.num_fed)
         if not self._evicts or len(batch.rows) > 1 or fed == 1:
             return False
@@ -190,7 +190,7 @@ class Scheduler:
 
     @property
     def room(self) -> int:
-        """How many more rows it wants to look at while they wait."""
+        """The number of rows that it wants to look at while they wait."""
         return max(0, LOOKAHEAD - len(self.rows.waiting))
 
     def submit(self, rows: list[Row]) -> None:

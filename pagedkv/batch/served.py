@@ -1,4 +1,4 @@
-"""Which of transformers' options packed rows serve, and whose word one was that they do not."""
+"""Refuses the options of transformers that packed rows do not serve, and says who gave them."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ class Served:
             )
 
     def _whose(self, name: str, instead: Any) -> str:
-        """What is said of a value that is the checkpoint's, and how a call overrides it."""
+        """Returns a note that a value is the checkpoint's, and how a call overrides it."""
         if name not in self._inherited:
             return ""
         return f" ({name} is of the model's generation_config; {name}={instead} overrides it)"

@@ -1,24 +1,24 @@
-"""What a step costs, by those that were computed."""
+"""Estimates how long a step takes from the steps that were computed."""
 
 from __future__ import annotations
 
 import numpy as np
 
 FADE = 0.995  # what a step counts one step later: half of the weight is that of the last 140
-# What is taken for true while all steps have about as many tokens: a step alone takes as long as so
-# many tokens do. It weighs as much as steps that differ by a tenth.
+# The guess while all steps have about as many tokens: a step's constant is the time of this many
+# tokens. It weighs as much as steps that differ by a tenth.
 BASE, FIRM = 64, 0.1**2
 
 
 class StepCost:
-    """What a step takes: a time of its own, as for reading weights, and one for each token."""
+    """The time of a step: a constant, as for reading weights, and a time for each token."""
 
     def __init__(self) -> None:
         self._sums = np.zeros(5)
         self._is_first = True
 
     def add(self, steps: int, tokens: int, seconds: float) -> None:
-        """Takes in steps that computed so many tokens; the first compiles and allocates."""
+        """Takes in the time of `steps` with `tokens` in all; the first compiles and allocates."""
         if not steps:
             return
         if not self._is_first:
@@ -27,7 +27,7 @@ class StepCost:
         self._is_first = False
 
     def seconds(self, steps: float, tokens: float) -> float | None:
-        """How long so many steps with so many tokens take; None before that was measured."""
+        """Returns the time of `steps` with `tokens` in all; None before any was measured."""
         n, x, y, xx, xy = self._sums.tolist()
         if not n:
             return None

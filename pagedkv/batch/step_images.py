@@ -1,4 +1,4 @@
-"""What sees for the rows of a job: the images that a step feeds, and where its tokens are."""
+"""Sees for the rows of a job: which images a step feeds, and the positions of its tokens."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ class StepImages:
         return self.vision.features(ids, inputs, places, images.positions, cache)
 
     def inputs(self, batch: Batch) -> Inputs | None:
-        """What the model is given for a step; None where the step says it all."""
+        """Returns the arguments of a step's forward; None where those of texts alone are right."""
         if all(row.images is None for row in batch.rows):
             return None
         step, parts = batch.step, _parts(batch)
@@ -147,7 +147,7 @@ class StepImages:
 
 
 class Part(NamedTuple):
-    """What a step feeds of a prompt with images.
+    """The tokens that a step feeds of a prompt with images.
 
     Attributes:
         row, images: whose prompt it is.
@@ -164,7 +164,7 @@ class Part(NamedTuple):
     places: Ints
 
     def features(self) -> Features:
-        """What stands for its image tokens."""
+        """Returns the features of its image tokens."""
         assert self.images.features is not None, "somebody has looked"
         first = int(np.searchsorted(self.images.places, self.begin))
         return self.images.features.part(first, first + len(self.places))

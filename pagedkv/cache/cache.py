@@ -189,7 +189,7 @@ class PagedKVCache:
         return Devices(each, of if len(each) > 1 else None)
 
     def follow(self, ranks: Ranks) -> None:
-        """Takes what each rank could find another answer for from all of them, from now on.
+        """Makes all ranks decide alike, from now on, where each could decide otherwise.
 
         The others hold the other heads of the same sequences. All of them call it, and make the
         same calls afterwards.
@@ -613,7 +613,7 @@ class PagedKVCache:
         return self._storage.read(layer, pages - self._tables.base[group], tokens)
 
     def positions(self, seq: int, layer: int) -> Ints:
-        """Which committed tokens of a sequence are stored in one layer: `[stored]`, ascending."""
+        """Returns which committed tokens of a sequence one layer stores: `[stored]`, ascending."""
         _, pages, tokens = self._stored(seq, layer)
         size = self.config.page_size
         places = self._tables.column_of[pages, None] * size + np.arange(size)

@@ -1,4 +1,4 @@
-"""Why a prompt is found as far as it is: what `add` would find, and what is known of the rest.
+"""Explains why no more of a prompt is found: what `add` would find, what is known of the rest.
 
 Nothing is noted for this while a cache works, but the keys of pages that were reused
 (`PrefixIndex.recycled`). All else is read off the index when somebody asks.
@@ -21,7 +21,7 @@ from pagedkv.pages.salts import Salt, first_of
 BESIDE = 8  # ids that are shown where texts part
 MOST_OTHERS = 256  # pages under other salts that are followed
 
-# What is known of the tokens behind those that are found. Of two that reach as far the first.
+# Reasons why no more tokens are found. Of two that reach equally far the first one is given.
 REASONS = {
     "found": "All of it is found that can be: the last token is always computed.",
     "state": "The pages are there, but no recurrent state is kept at a later length: `checkpoint` "
@@ -78,7 +78,7 @@ class Explanation:
         return self.told(lambda ids: ", ".join(map(str, ids)))
 
     def told(self, decode: Callable[[tuple[int, ...]], str]) -> str:
-        """Plain sentences, in which `decode` says what ids are shown as."""
+        """Returns plain sentences; `decode` turns ids into what they show."""
         where = [
             f"{count} {place}"
             for count, place in (
@@ -138,7 +138,7 @@ def explain(cache: Any, tokens: Tokens, salt: Salt) -> Explanation:
 
 
 class _Search:
-    """What a cache knows of a prompt; every method says how many tokens of it."""
+    """Counts the tokens of a prompt that a cache knows, from the prompt's beginning on."""
 
     def __init__(self, cache: Any, tokens: Tokens, salt: Salt) -> None:
         self.cache, self.tables, self.tokens = cache, cache._tables, tokens
@@ -153,7 +153,7 @@ class _Search:
         self._here = self.index.holds(self.keys[1:])
 
     def not_found(self) -> dict[str, int]:
-        """With texts that are known of and would not be found, by the reason for it."""
+        """Counts by texts that are known but would not be found, for each reason."""
         return {
             "state": self.with_pages,
             "window": self._behind_windows(),
@@ -165,7 +165,7 @@ class _Search:
         }
 
     def on_host(self) -> int:
-        """With what `add` would bring back from host memory."""
+        """Counts pages that `add` would bring back from host memory, too."""
         tier, full = self.cache._tier, self.on_device // self.size
         if tier is None or tier.states is not None:
             return self.on_device
@@ -175,26 +175,26 @@ class _Search:
         return max(self.on_device, int(length))
 
     def in_store(self) -> int:
-        """With what `add` would bring from files."""
+        """Counts by what `add` would bring from files."""
         prefixes = self.cache._prefixes
         if prefixes is None:
             return 0
         return min(self.wanted.size, prefixes.reach(self.cache, self.tokens, self.salted))
 
     def _behind_windows(self) -> int:
-        """With pages in every layer group without a window."""
+        """Counts by pages that every layer group without a window has."""
         whole = [here for here, w in zip(self._here, self.tables.windows) if w is None]
         if len(whole) == len(self._here):
             return 0
         return self.size * leading(np.all(whole, axis=0) if whole else self._here.any(0))
 
     def _lost(self, keys: Any) -> int:
-        """With pages that are here, or had one of these keys."""
+        """Counts by pages that are here, or had one of these keys."""
         gone = np.fromiter((key in keys for key in self.keys[1:]), bool, len(self.keys) - 1)
         return self.size * leading(gone | self._here.any(0))
 
     def _computing(self) -> int:
-        """With prompts of sequences that wait to be computed."""
+        """Counts by prompts of sequences that wait to be computed."""
         best = 0
         for row, pending in self.tables.pending.items():
             key = None if row in self.tables.offloaded else self.tables.prefix_key(row)
@@ -207,7 +207,7 @@ class _Search:
         return best
 
     def _evicted(self) -> int:
-        """With texts of sequences that a policy took tokens from."""
+        """Counts by texts of sequences that a policy took tokens from."""
         best, tables = 0, self.tables
         for row in tables.live_rows().tolist() if tables.compacted else ():
             own_root = tables.prefix_keys[row][:1] == self.keys[:1]
@@ -218,7 +218,7 @@ class _Search:
         return best
 
     def _elsewhere(self) -> dict[str, int]:
-        """With texts of other salts or adapters, from the beginning or where a salt begins."""
+        """Counts by texts of other salts or adapters, from the beginning or where a salt begins."""
         best = {"adapter": 0, "salt": 0}
         columns = {0, self.on_device // self.size, *self.chain.mixed}
         for column in (c for c in columns if c * self.size < self.wanted.size):

@@ -1,4 +1,4 @@
-"""Which model K and V are computed with: saved files and cached prefixes are valid for it only."""
+"""Identifies the model that computes K and V: only for it are files and cached prefixes valid."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Identity:
         return self._fingerprint
 
     def weights(self) -> bytes:
-        """What tells weights from others for prefixes that outlast the process; empty: nothing."""
+        """The fingerprint of weights, for prefixes that outlast the process; empty without one."""
         return self._fingerprint
 
     def salted(self, salt: Salt) -> Salt:

@@ -28,7 +28,7 @@ class Forward(Protocol):
 
     @property
     def is_mine(self) -> bool:
-        """Whether it is one of the current thread."""
+        """Whether the current thread holds it."""
 
     def is_over(self) -> bool:
         """Whether its thread has ended, or has left it without a word."""

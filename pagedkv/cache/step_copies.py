@@ -34,7 +34,7 @@ class StepCopies:
             self._storage.copy_pages(group, source - base[group], target - base[group])
 
     def watch(self, step: StepMetadata, plan: PagePlan) -> None:
-        """Prepares statistics, and has attention measured in this step if the policy needs it."""
+        """Prepares statistics; the step measures attention if the policy needs it."""
         tables, statistics = self._tables, self._statistics
         if statistics.compares:
             statistics.invalidate(tables.tables[tables.at(plan.rows, plan.column)])
@@ -47,7 +47,7 @@ class StepCopies:
         step.watch(statistics.queries(plan.new), statistics)
 
     def code(self, plan: PagePlan, kept: Ints) -> None:
-        """Codes the pages that are complete if the step keeps so many tokens, and bounds them."""
+        """Codes and bounds the pages that are complete once the step keeps `kept` tokens."""
         self._code_staging(plan, kept)
         self._bound_completed(plan, kept)
 

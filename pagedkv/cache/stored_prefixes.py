@@ -63,7 +63,7 @@ class StoredPrefixes:
         self.tokens_found = 0
 
     def forget_weights(self) -> None:
-        """Prefixes were forgotten, as a change of weights demands.
+        """Notes that prefixes were forgotten, as a change of weights demands.
 
         If the weights have the same digest afterwards, it cannot tell old from new: the change
         missed its samples. Nothing is found or stored under such a digest any more.
@@ -76,7 +76,7 @@ class StoredPrefixes:
     # ------------------------------------------------------------------ explain
 
     def is_on(self, cache: Any) -> bool:
-        """Whether anything can be found: somebody knows whose K and V the cache computes."""
+        """Whether anything can be found: the cache must know which model computes its K and V."""
         return bool(self._root(cache, b""))
 
     def reach(self, cache: Any, tokens: Tokens, salt: Salt) -> int:
@@ -147,7 +147,7 @@ class StoredPrefixes:
     # ------------------------------------------------------------------ one piece
 
     def _load(self, cache: Any, key: bytes, tokens: Tokens, salt: Salt) -> bool:
-        """Whether a piece is in pages now, findable and nobody's."""
+        """Loads a piece into pages that are findable and have no owner; returns whether it did."""
         wanted = cache._storage, cache.config, key, tokens, self._columns
         saved = self.store.read(
             key, lambda head, parts, name: match_piece(head, parts, name, *wanted)
@@ -202,7 +202,7 @@ class StoredPrefixes:
         return there
 
     def _keys(self, cache: Any, tokens: Tokens, salt: Salt) -> list[bytes]:
-        """The keys of a text's pieces; none while nobody can tell whose K and V they are."""
+        """Returns the keys of a text's pieces; none while the model of its K and V is unknown."""
         if tokens.size < self._size:
             return []
         root = self._root(cache, first_of(salt))
@@ -210,7 +210,7 @@ class StoredPrefixes:
         return page_keys(chain, tokens, self._size) if root else []
 
     def _root(self, cache: Any, salt: bytes) -> bytes:
-        """The key before the first piece; empty while nobody can tell whose K and V they are."""
+        """Returns the key before the first piece; empty while the model of K and V is unknown."""
         if self._identity is not cache.identity or len(self._roots) > MOST_ROOTS:
             self._identity = cache.identity
             self._roots.clear()
@@ -228,7 +228,7 @@ class StoredPrefixes:
         return page_keys(cache._tables.index.chain(salt), tokens, cache.config.page_size)
 
     def _in_cache(self, cache: Any, tokens: Tokens, salt: Salt) -> int:
-        """Leading pieces of some that the cache has; where it can, whatever windows dropped."""
+        """Counts leading pieces in the cache; groups with a window count only if all have one."""
         if not self._whole:
             return self._found(cache, tokens, salt) // self._size
         find = cache._tables.index.find

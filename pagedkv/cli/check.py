@@ -20,7 +20,7 @@ COMPUTE, ASKED = (
     partial(typer.Option, rich_help_panel=name) for name in ("Computation", "Prompts")
 )
 EXIT_CODES = "Exit codes: 0 the same answers, 1 others, 2 it cannot use pages, or cannot be judged."
-ROUNDINGS = 4  # two ways to compute a logit may differ by so many of the model's own roundings
+ROUNDINGS = 4  # of the model's own, by which two ways to compute a logit may differ
 VAGUE = 0.2  # of the spread of logits: rounding above it hides whether a model is wrong
 
 

@@ -126,7 +126,7 @@ def _card(arch: int | None) -> tuple[int, Chip]:
 
 
 def _without_weights(name: str, dtype: str) -> PreTrainedModel:
-    """Makes a model whose weights are memory that nobody has written, which takes no room."""
+    """Makes a model whose weights are memory that is never written, which takes no room."""
     import torch
     from transformers import AutoConfig
     from transformers.initialization import no_init_weights

@@ -206,7 +206,7 @@ def carried(
     except KeyboardInterrupt:
         screen.console.print("interrupted; what was finished is kept")
         return INTERRUPTED
-    except BrokenPipeError:  # nobody reads on; see `main`
+    except BrokenPipeError:  # the reader has gone; see `main`
         raise
     except (OSError, RuntimeError, MemoryError, PagedKVError) as error:  # no memory, a full disk
         said = f"stopped, what was finished is kept: {words_of(error)}"

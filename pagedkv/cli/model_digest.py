@@ -1,4 +1,4 @@
-"""Tells which model a folder holds from its files, whatever its name, place or age."""
+"""Tells which model a folder holds from its files alone, not from name, place or age."""
 
 from __future__ import annotations
 

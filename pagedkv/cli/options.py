@@ -125,7 +125,7 @@ def options_of(pairs: list[str]) -> dict[str, Any]:
 
 
 def template_of(text: str | None, raw: bool) -> dict[str, Any]:
-    """What --chat-template-kwargs tells the chat template."""
+    """Reads --chat-template-kwargs, which is an object of JSON."""
     if text is None:
         return {}
     if raw:

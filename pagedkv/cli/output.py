@@ -37,7 +37,7 @@ def key_of(*parts: Any) -> str:
 
 
 class Output:
-    """An open output file; nobody else can have it open at the same time.
+    """An open output file, which no other process can have open at the same time.
 
     Args:
         path: the file; made if it is not there.

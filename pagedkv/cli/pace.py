@@ -55,7 +55,7 @@ class Pace(Progress):
 
     @property
     def seconds_left(self) -> float | None:
-        """The middle of the time that may be left; None while nobody can tell, or nothing runs."""
+        """The middle of the time that may be left; None if that is unknown, or nothing runs."""
         left = self._forecast.left()
         if left is None or self.ended == self._rows:
             return None

@@ -154,7 +154,7 @@ def encoding_of(name: str) -> str:
 
 
 def _said(error: Exception) -> str:
-    """What an error says beside the file's name."""
+    """Returns an error's message without the name of the file."""
     return str(getattr(error, "strerror", None) or error)
 
 

@@ -35,7 +35,7 @@ class Progress(ABC):
 
     @abstractmethod
     def told(self, width: int | None = None) -> str:
-        """One line; where it does not fit so many columns, without the time that has passed."""
+        """Returns one line; if it is longer than `width`, without the time that has passed."""
 
     def __str__(self) -> str:
         return self.told()

@@ -1,4 +1,4 @@
-"""What `generate` and `score` do alike: check options, read prompts, run a job of them."""
+"""The part that `generate` and `score` share: check options, read prompts, run a job of them."""
 
 from __future__ import annotations
 

@@ -89,6 +89,6 @@ def asked(prompt: Prompt) -> str:
 
 
 def head(question: str, columns: int) -> str:
-    """The line above an answer: a question, or its end, in so many columns."""
+    """Returns the line above an answer: a question, or its end, in `columns` columns."""
     room, line = columns - 4, " ".join(question.split())
     return f"> {line if len(line) <= room else '...' + line[3 - room :]}"

@@ -169,7 +169,7 @@ class Launch:
         try:
             return call(self._ranks)
         except RuntimeError as error:
-            self._ranks, self.lost = None, True  # nobody is there to part with
+            self._ranks, self.lost = None, True  # there is no process to part from
             said = next(iter(str(error).splitlines()), "")
             raise LostError(f"another process of torchrun ended: {said}") from error
 
@@ -219,7 +219,7 @@ class Launch:
                         take(result)
                 except Exception as error:
                     wrong = error
-                    # Held back, where whoever started the command had it ignored; see `Ending`.
+                    # Held back, if the process that started the command ignores it; see `Ending`.
                     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
                     signal.raise_signal(signal.SIGINT)
         except KeyboardInterrupt:

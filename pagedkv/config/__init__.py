@@ -1,4 +1,4 @@
-"""What a cache is told of its shape and limits, and the pages and bytes that follow, without torch.
+"""A cache's shape and limits, and the pages and bytes that follow from them, without torch.
 
 `config.py` is `CacheConfig`: meanings, defaults, what may go together; `fields.py` lists the fields
 as they are kept and as they may be given; `checks.py` refuses single fields; `sizes.py` counts

@@ -1,4 +1,4 @@
-"""What single fields of a configuration may be; each check names the field that it refuses."""
+"""Checks single fields of a configuration; each check names the field that it refuses."""
 
 from __future__ import annotations
 

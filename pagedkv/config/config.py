@@ -100,7 +100,7 @@ class CacheConfig(Sizes):
             `max_sequences`. Memory is taken as slots are first used.
     """
 
-    if TYPE_CHECKING:  # what may be given is more than what is there once constructed
+    if TYPE_CHECKING:  # callers may give more types than fields have afterwards
 
         def __init__(
             self,
@@ -235,7 +235,7 @@ class CacheConfig(Sizes):
         """The policy that `retention` names, or is."""
         if self.retention is None:
             return None
-        from pagedkv.retention import policy_of  # here: whoever plans a budget needs no numpy
+        from pagedkv.retention import policy_of  # here: a plan of a budget needs no numpy
 
         return policy_of(self.retention)
 

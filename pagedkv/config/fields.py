@@ -45,7 +45,7 @@ class Fields:
 
 
 class CacheFields(TypedDict, total=False):
-    """What may be said of a cache whose model is known; `CacheConfig` has what each means."""
+    """The fields that callers may give where the model is known; `CacheConfig` describes each."""
 
     page_size: int | Literal["auto"]
     max_sequences: int | None

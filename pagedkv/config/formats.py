@@ -23,7 +23,7 @@ def format_pair(kv_format: Any) -> tuple[str, str]:
 
 
 def formats_of(kv_format: Any) -> tuple[Format, Format]:
-    """What a name for K and V, or a pair, stands for."""
+    """Returns the formats that a name for K and V, or a pair of names, stands for."""
     k, v = format_pair(kv_format)
     return KV_FORMATS[k][0], KV_FORMATS[v][1]
 

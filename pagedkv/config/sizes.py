@@ -18,10 +18,10 @@ BOOKS_BYTES = 48  # of each page: references, slots, versions, stamps, columns; 
 
 
 class Sizes(Fields):
-    """What may be asked of the fields of a cache once they are checked."""
+    """Sizes that follow from the checked fields of a cache."""
 
     def part(self, layers: Collection[int] | None) -> Self:
-        """What some of the layers have of this cache: the same groups, with these layers alone.
+        """Returns the part of this cache that some layers have: the same groups with fewer layers.
 
         Args:
             layers: None for all of them.
@@ -194,7 +194,7 @@ class Sizes(Fields):
 
     @cached_property
     def larger_than_int8(self) -> str:
-        """What takes less, where int8 would, because of staging pages; else empty.
+        """A sentence if int8 would take less memory because of staging pages; else empty.
 
         A difference of less than 4 MiB is not spoken of.
         """

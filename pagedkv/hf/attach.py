@@ -34,7 +34,7 @@ from .transaction import watch
 
 @dataclass
 class _Attachment:
-    """What a model was before, and what was added to it.
+    """A model's attention before it was attached, and the hooks that attaching added.
 
     Attributes:
         name: of its attention.
@@ -57,9 +57,9 @@ class _Attachment:
 
 
 class _Original:
-    """An attribute of an attached model, by which a copy of the model is what the model was.
+    """An attribute of an attached model that makes copies of it unattached.
 
-    Nobody would ever detach a copy, nor know what its attention was, in another process at last.
+    Nobody would ever detach a copy, or know its former attention, least of all in another process.
     """
 
     def __init__(self, config: Any, state: _Attachment) -> None:
@@ -85,7 +85,7 @@ def _restored(config: Any, name: str, hooks: list[tuple[int, list[dict[int, Any]
 ORIGINAL = "_before_pagedkv"
 _ATTACHED: weakref.WeakKeyDictionary[PreTrainedModel, _Attachment] = weakref.WeakKeyDictionary()
 _attaching = threading.Lock()
-_gone: deque[PreTrainedModel] = deque()  # to be detached by whoever holds the lock
+_gone: deque[PreTrainedModel] = deque()  # to be detached by the thread that holds the lock
 if hasattr(os, "register_at_fork"):  # not on Windows, which has no fork
     os.register_at_fork(after_in_child=_attaching._at_fork_reinit)  # type: ignore[attr-defined]
 
@@ -155,7 +155,7 @@ def detach(model: PreTrainedModel) -> None:
 
 
 def detach_later(model: PreTrainedModel) -> None:
-    """`detach` for finalizers: at once, or when the thread is ready that attaches or detaches."""
+    """Runs `detach` for finalizers: at once, or when the thread that holds the lock is done."""
     _gone.append(model)
     _settle()
 
@@ -164,7 +164,7 @@ def _settle() -> None:
     while _gone:
         with Uninterrupted():
             if not _attaching.acquire(blocking=False):
-                return  # whoever holds it settles this, too
+                return  # the thread that holds it settles this, too
             try:
                 while _gone:
                     _count_out(_gone.popleft())

@@ -1,4 +1,4 @@
-"""What a model computed with before it was attached: its calls without pages still do."""
+"""The attention and masks of a model before it was attached; its calls without pages use them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Before:
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> Before:
-        """The attention of a model as it is now; `_known` finds it while somebody keeps it."""
+        """Returns the present attention of a model; `_known` finds it while it is kept."""
         config = text_config(model)
         name, known = config._attn_implementation, _known.get(id(config))
         if name == NAME and known is not None:
@@ -76,7 +76,7 @@ def attention_before(module: nn.Module, terms: Mapping[str, Any]) -> Callable[..
 
 
 def _named(kind: type) -> Iterator[Any]:
-    """What the forward of a module names of its file, and those of the classes above it."""
+    """Yields the globals that a module's forward names, and those that its bases' forwards do."""
     for one in kind.__mro__:
         forward = inspect.unwrap(vars(one).get("forward", id))
         if isinstance(forward, FunctionType):

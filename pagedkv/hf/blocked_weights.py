@@ -64,7 +64,7 @@ def weights_for(
 
 
 def packed_weights(model: PreTrainedModel) -> PackedWeights:
-    """The packed weights of a model, made at the first use and kept while somebody holds them.
+    """Returns the packed weights of a model, made at the first use and kept while they are used.
 
     What cannot be packed is left out.
     """
@@ -137,7 +137,7 @@ class PackedWeights:
 
     def _put_in(self) -> None:
         for layer, forward in self._forwards.items():
-            vars(layer).setdefault("forward", forward)  # unless somebody else has put one there
+            vars(layer).setdefault("forward", forward)  # unless other code has put one there
 
     def _take_back(self) -> None:
         for layer, forward in self._forwards.items():
@@ -240,7 +240,7 @@ def why_not(dtype: torch.dtype) -> str | None:
 
 
 def _is_packable(layer: nn.Module) -> bool:
-    """Whether a layer is a plain `nn.Linear`, of weights that nobody else has a hand in."""
+    """Whether a layer is a plain `nn.Linear` whose weights no other code changes."""
     if type(layer) is not nn.Linear or "forward" in vars(layer):
         return False
     weight = layer._parameters.get("weight")

@@ -477,7 +477,7 @@ class PagedCache(ForwardCache):
     def _entered(
         self, arguments: Mapping[str, Any], numbers: Tokens | None
     ) -> dict[str, Any] | None:
-        """What is left to compute of whole rows; None where rows are taken as they are given."""
+        """Cuts whole rows down to what is left to compute; None where rows are taken as given."""
         begins, self._begins_generate = self._begins_generate, False
         asked, self._asked_for_whole_rows = self._asked_for_whole_rows, False
         if not begins or not self.rows:
@@ -579,7 +579,7 @@ class PagedCache(ForwardCache):
         self.texts, self._weights = Texts([ids[: self.seen]]), Weights.of(self.model)
 
     def _new_tokens(self, mask: Tensor | None, batch: int, new: int) -> Bools | None:
-        """Which of the new tokens are real: `[B, q]`, or None for all."""
+        """Returns which of the new tokens are no padding: `[B, q]`, or None for all."""
         total = self.seen + new
         real = None
         if mask is not None:
@@ -649,7 +649,7 @@ class PagedCache(ForwardCache):
         return self._packings.of(new).counts
 
     def length_behind(self, new: int) -> int:
-        """How long rows are behind so many new tokens, padding included."""
+        """Returns the length of rows behind `new` tokens, padding included."""
         return self.seen + new
 
     def held(self, layer: PagedLayer) -> tuple[Tensor, Tensor] | None:

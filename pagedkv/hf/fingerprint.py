@@ -103,7 +103,7 @@ def _sums(raw: Tensor) -> Iterator[Tensor]:
 
 
 def _told(value: Any) -> Any:
-    """What a configuration says of the results of its model, as JSON."""
+    """Returns the part of a configuration on which its model's results depend, as JSON."""
     if isinstance(value, PreTrainedConfig):
         value = {**vars(value), "model_type": value.model_type}
     elif callable(getattr(value, "to_dict", None)):  # of a quantisation
@@ -136,7 +136,7 @@ def _held(model: PreTrainedModel, adapters: list[Any]) -> list[Held]:
 
 
 def _read(model: PreTrainedModel, held: Held) -> Tensor:
-    """What a fingerprint reads of a tensor."""
+    """Returns the elements of a tensor that a fingerprint is made of."""
     tensor: Any = held.tensor
     if hasattr(tensor, "elements"):  # which a `LayerStreamer` brings
         streamed: Tensor = tensor.elements(places_of(tensor)).to(model.device)
@@ -169,7 +169,7 @@ class ModelIdentity(Identity):
 
     def weights(self) -> bytes:
         model = self.model()
-        if model is None or foreign_hook(model):  # nobody knows what a hook computes
+        if model is None or foreign_hook(model):  # what a hook computes is unknown
             return b""
         fingerprint = fingerprint_of(model)
         if not fingerprint:

@@ -81,7 +81,7 @@ class ForwardCache(Cache):
 
     @cached_property
     def turn(self) -> Turn:
-        """When it had its turn on the pages, which threads may share."""
+        """The turn that this forward has on the pages, which threads may share."""
         return Turn()
 
     @cached_property
@@ -167,7 +167,7 @@ class ForwardCache(Cache):
 
     @abstractmethod
     def length_behind(self, new: int) -> int | None:
-        """How long rows are behind so many new tokens, padding included; None if they differ."""
+        """Returns the length of rows behind `new` tokens, padding included; None if they differ."""
 
     @abstractmethod
     def held(self, layer: Any) -> tuple[Tensor, Tensor] | None:
@@ -179,7 +179,7 @@ class ForwardCache(Cache):
 
 
 class _Waiting(threading.local):
-    """What waits for an attention function in this thread.
+    """K and V of a layer that wait for an attention function in this thread.
 
     Attributes:
         last: the K and V that a layer staged last, until an attention function has taken them.

@@ -1,4 +1,4 @@
-"""What stands for K, V and masks between a cache of ours and the attention function.
+"""Handles that stand for K, V and masks between a cache of ours and the attention function.
 
 A handle has the shape, dtype and device of what it stands for, and no elements. So a model can hand
 it on, and whatever would compute with it raises: nothing that a model does to K, V or a mask is
@@ -51,7 +51,7 @@ class Handle(Tensor):
         return next(_handles((args, kwargs))).computed(function, args, kwargs or {})
 
     def computed(self, function: Any, args: Any, kwargs: Any) -> Any:
-        """What comes of a function of torch that was called with this handle; else it raises."""
+        """Returns the result of a function of torch that was called with this handle, or raises."""
         raise NotImplementedError
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
@@ -175,7 +175,7 @@ def _said(window: int | None) -> str:
 
 
 def staged_of(key: Tensor, value: Tensor) -> Any:
-    """What a layer has staged, if K is what its cache returned, else None; V has to be, too."""
+    """Returns what a layer has staged if K and V are its handles; None if K is no handle."""
     if not isinstance(key, KVHandle):
         return None
     staged = key.staged

@@ -34,7 +34,7 @@ OTHERS = ("attention_mask", "input_ids", "position_ids", "cache_position")
 
 
 class Features(NamedTuple):
-    """What a decoder is given for the image tokens of a prompt, in their order.
+    """The arguments of a decoder for the image tokens of a prompt, in their order.
 
     Attributes:
         by_token: `[n, ...]` of each argument that holds something for each token.
@@ -142,7 +142,7 @@ class Vision:
         positions: Tensor | None,
         cache: Cache,
     ) -> Features:
-        """What the decoder is given for the image tokens of a prompt: runs the model up to there.
+        """Runs the model up to its decoder; returns what that is given for a prompt's image tokens.
 
         Args:
             ids, inputs, positions: as above.
@@ -239,7 +239,7 @@ def image_token_of(config: Any) -> int | None:
 
 
 def _are_given(cache: Cache, arguments: Mapping[str, Any]) -> bool:
-    """Whether a cache is among the arguments of a call, under whatever name."""
+    """Whether a cache is among the arguments of a call, under any name."""
     return any(value is cache for value in arguments.values())
 
 

@@ -44,7 +44,7 @@ _checked: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
 class Expansion(NamedTuple):
-    """What the module made of the latents of a forward's new tokens.
+    """K and V that the module made of the latents of a forward's new tokens.
 
     Attributes:
         module: of attention, with `expand_kv` and `kv_b_proj`.
@@ -241,7 +241,7 @@ class _Call(NamedTuple):
         return self._values(paged_attention(q, *seen, self.step, self.layer, **self.terms))
 
     def absorbed_again(self, tokens: Tensor, counts: Ints) -> Tensor:
-        """Attends for these tokens, whose rows have so many queries."""
+        """Attends for these tokens, whose rows have `counts` queries."""
         q = self._meeting(self.q[tokens])
         sums = attend_again(q, self.step, self.layer, num_queries=counts, **self.terms)
         return self._values(sums)

@@ -126,7 +126,7 @@ class PagedLayer(CacheLayerMixin):
         return self.cache.update_dense(self, key_states, value_states)
 
     def end_by_hand(self, cache: ForwardCache) -> None:
-        """Commits after the last layer when a caller runs layers one by one, which no hook sees."""
+        """Commits after the last layer when a caller runs layers one by one and no hook fires."""
         passed = cache.forward_layer + 1 == cache.kv.config.num_layers
         if cache.transaction is None and passed and cache.all_attended_again:
             with by_hand(cache):

@@ -1,4 +1,4 @@
-"""What each layer of a model gives over pages, held against what it gives over its own cache.
+"""Compares the outputs of a model's layers over pages with those over its own cache.
 
 Random texts are answered with tokens that are forced, so that every way computes the same; what
 modules with the index of a layer give is recorded, and the logits. How far apart two right ways may
@@ -24,7 +24,7 @@ from .release import CACHE
 LENGTHS = 19, 19, 11  # of texts; a row of two that are as long needs no padding
 COMMON = 5  # tokens that they begin with
 NEW = 3  # tokens of an answer, the last of which is not computed
-ROUNDINGS = 4  # another right way may differ by so many times what a rounding in each layer does
+ROUNDINGS = 4  # times what a rounding in each layer does: another right way may differ by this
 LEAST = 1e-4  # of what a layer gives, by which sums in another order may always differ
 VAGUE = 0.2  # rounding above it hides whether a model is wrong
 DRAWS = 3  # of texts, in 16 bits
@@ -81,7 +81,7 @@ def recorded(model: PreTrainedModel, shaken: bool = False) -> Iterator[list[dict
 
 
 class _Forced(LogitsProcessor):
-    """Chooses given tokens `[B, NEW]`, whatever the scores."""
+    """Chooses given tokens `[B, NEW]` without a look at the scores."""
 
     def __init__(self, tokens: Tensor) -> None:
         self._left = [*tokens.unbind(1)]
@@ -92,7 +92,7 @@ class _Forced(LogitsProcessor):
 
 
 class Truth:
-    """What a model gives over transformers' own cache for some random texts.
+    """The outputs of a model's layers over transformers' own cache, for some random texts.
 
     Attributes:
         texts: `[n]` each, with all tokens that are computed.
@@ -112,7 +112,7 @@ class Truth:
         self.texts = [row[:-1] for row in self._whole]
 
     def given(self, rows: Sequence[int], cache: Any = None, shaken: bool = False) -> Rows:
-        """What layers give while `generate` answers rows of these places.
+        """Returns the outputs of layers while `generate` answers rows of these places.
 
         Args:
             cache: the cache that it is given; None for the model's own.
@@ -143,7 +143,7 @@ class Truth:
         """Refuses a model that fails over its own cache; over another one the caller says where."""
         try:
             yield
-        except Exception as error:  # of any kind: nobody knows what the model does
+        except Exception as error:  # of any kind: the model is unknown
             if cache is not None:
                 raise
             why = f"it fails by itself ({type(error).__name__}: {error})"
@@ -207,7 +207,7 @@ class Truth:
         every = self.allowed
         try:
             found = give()
-        except Exception as error:  # of any kind: nobody knows what the model does
+        except Exception as error:  # of any kind: the model is unknown
             reached = self.last[-1] if self.last else {}
             where = next((name for name in every if name not in reached), "its end")
             raise refusal(self.model, f"{way} fail in {where}: {error}") from error
@@ -225,7 +225,7 @@ class Truth:
 
 
 def distance(ours: Tensor, theirs: Tensor) -> float:
-    """How far one is from the other at the tokens that both have, in parts of the latter's size."""
+    """Returns how far two outputs differ at their common tokens, in parts of the second's size."""
     n = min(len(ours), len(theirs))
     size = float(theirs[-n:].norm())
     apart = float((ours[-n:] - theirs[-n:]).norm())
@@ -233,7 +233,7 @@ def distance(ours: Tensor, theirs: Tensor) -> float:
 
 
 def held(model: PreTrainedModel, hold: Callable[[Truth], None]) -> Truth:
-    """The truth that a model was held against.
+    """Returns the truth that a model was compared with.
 
     Args:
         hold: raises UnsupportedModelError. In 16 bits a rounding may choose another expert, so that
@@ -252,7 +252,7 @@ def held(model: PreTrainedModel, hold: Callable[[Truth], None]) -> Truth:
 
 
 def refusal(model: PreTrainedModel, why: str) -> UnsupportedModelError:
-    """The error for a model that was held against its own cache."""
+    """Makes the error for a model that failed the comparison with its own cache."""
     return UnsupportedModelError(
         f"{named_model(model)} cannot use paged attention: no list knows its type, and held "
         f"against transformers' own cache {why}. Use transformers' own cache for it."

@@ -76,7 +76,7 @@ def is_listed(model: PreTrainedModel) -> bool:
 
 @torch.no_grad()
 def look_at(model: PreTrainedModel, over: Any) -> str | None:
-    """What was found of a model, in a line; None where there was no need to look, or no longer.
+    """Tries an unlisted model over pages; returns a line about it, None if there was no need to.
 
     Raises:
         UnsupportedModelError: pages cannot serve it, or it gives something else over them.
@@ -184,7 +184,7 @@ def _hold(over: Any, truth: Truth) -> None:
 
 
 def _said(seen: Seen) -> str:
-    """What layers keep, in words."""
+    """Describes what the layers of a model keep."""
     counts: Counter[str] = Counter()
     for kind in seen.kinds:
         parts = [] if kind.attention is None else [f"K and V of {seen.shapes[kind.attention]}"]

@@ -103,7 +103,7 @@ def require_head(model: PreTrainedModel, argument: str = "model") -> None:
 
 
 def _instead_of(given: Any) -> str:
-    """What to give in place of something that a model was put into."""
+    """Returns advice on what to give instead of something that a model was put into."""
     if isinstance(given, (str, os.PathLike)):
         return f"; load it first: AutoModelForCausalLM.from_pretrained({str(given)!r})"
     if hasattr(given, "_orig_mod"):
@@ -141,7 +141,7 @@ def named_model(model: PreTrainedModel) -> str:
 
 
 def why_never(model: PreTrainedModel) -> str | None:
-    """Why pages cannot serve a model, whatever is known of its type."""
+    """Returns why pages cannot serve a model, even if its type is known."""
     config = text_config(model)
     if reason := of_attention(config, model.config):
         return reason
@@ -161,7 +161,7 @@ def why_never(model: PreTrainedModel) -> str | None:
 
 
 def why_unlisted(model: PreTrainedModel) -> str | None:
-    """Why nobody knows what a model's layers keep: by its type and configuration alone."""
+    """Returns why the contents of a model's layers are unknown, by its type and configuration."""
     config = text_config(model)
     if reason := of_latents(config):
         return reason

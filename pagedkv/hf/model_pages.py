@@ -1,4 +1,4 @@
-"""Which pages a model uses: pages that a caller chose, that a plan sized, or the model's own."""
+"""Chooses a model's pages: those that a caller gave, that a plan sized, or the model's own."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def _asked(
     max_tokens: int | None,
     fields: dict[str, Any],
 ) -> Any:
-    """What all ranks have to ask alike."""
+    """Returns the arguments that must be equal on all ranks."""
     sizes = plan.cache if plan is not None else None if cache is None else cache.config
     named = {} if sizes is None else {name: getattr(sizes, name) for name in FIELDS}
     own = {name: value for name, value in fields.items() if name not in ("fingerprint", "trace")}
@@ -165,7 +165,7 @@ def tokens_of(
     fields: dict[str, Any],
     beside: Callable[[CacheConfig], CacheConfig] | None = None,
 ) -> int:
-    """A `max_tokens` for pages of a model whose size nobody said.
+    """Returns a `max_tokens` for pages of a model if the caller gave none.
 
     Args:
         fields: fields of `CacheConfig`, and `trace`.

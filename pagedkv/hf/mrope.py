@@ -56,7 +56,7 @@ def holder_of(model: PreTrainedModel) -> Any:
 
 
 class _PerThread:
-    """What the class of a holder is made to begin with.
+    """The first base of a holder's class while each thread has its own `rope_deltas`.
 
     Attributes:
         own: has the `deltas` that a thread gave the holder. A thread that gave none has those that
@@ -114,7 +114,7 @@ class Offsets:
         self._deltas: Tensor | None = None
 
     def restore(self, texts: Texts) -> None:
-        """Gives the model the deltas of these rows, whatever prompts it has seen in between."""
+        """Gives the model the deltas of these rows; it may have seen other prompts in between."""
         if self.holder is None:
             return
         if self._deltas is None:
@@ -142,7 +142,7 @@ class Offsets:
 
 
 class Prepared(NamedTuple):
-    """What a `generate` has prepared for the rows of its prompts, and their image tokens.
+    """Positions and image numbers that a `generate` has prepared for the rows of its prompts.
 
     Newer releases compute features of images before the first forward, which is no longer given
     the images. It is told by its tokens and positions that it is the one that was prepared.

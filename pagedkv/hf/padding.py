@@ -1,4 +1,4 @@
-"""Which tokens of a padded batch a step has, and where they are."""
+"""Finds which tokens of a padded batch a step has, and where they are."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def packing(batch: int, new: int, computed: Bools | None) -> Packing:
     if computed is None:
         return Packing(None, np.full(batch, new))
     last = computed[:, -new:].copy()
-    # A row of the step has at least one query, if only one in vain: nobody reads padding.
+    # A row of the step has at least one query, if only one in vain: padding is never read.
     last[:, -1] |= computed.any(1) & ~last.any(1)
     counts = last.sum(1)
     return Packing(np.flatnonzero(last), counts[counts > 0])

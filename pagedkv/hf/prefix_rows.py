@@ -101,7 +101,7 @@ class Entry:
         self.spare: dict[Any, int] = {}
 
     def _require_told(self, until: Ints, leaves: Bools) -> None:
-        """Raises where a row leaves its text, and the last that both say is untold."""
+        """Raises where a row leaves its text beside a token whose id is unknown."""
         untold = (self._ids == UNKNOWN) & self._within_held
         behind = np.where(untold.any(1), self._ids.shape[1] - untold[:, ::-1].argmax(1), 0)
         if (leaves & (until <= behind) & (behind > 0)).any():
@@ -208,7 +208,7 @@ class Entry:
             kv.truncate(rows[i], int(self.lengths[i]))
 
     def _alike(self) -> dict[Any, list[int]]:
-        """Rows by what they hold; one with tokens that nobody told of is like no other."""
+        """Groups rows by what they hold; a row with unknown tokens is like no other."""
         found: dict[Any, list[int]] = {}
         for i, (row, length) in enumerate(zip(self._ids, self._held)):
             text = row[:length]
@@ -293,7 +293,7 @@ def given_to(arguments: Mapping[str, Any]) -> Any:
 
 
 def _real_tokens(arguments: Mapping[str, Any], texts: Texts) -> Bools:
-    """Which tokens are no padding, of all columns: `[B, total]`."""
+    """Returns which tokens are no padding, of all columns: `[B, total]`."""
     mask, given = arguments.get("attention_mask"), given_to(arguments)
     if mask is not None:
         return np.asarray((mask != 0).cpu().numpy())
@@ -305,10 +305,10 @@ def _real_tokens(arguments: Mapping[str, Any], texts: Texts) -> Bools:
 
 
 def _stands_in(given: Tensor, model: PreTrainedModel, images: bool) -> Bools:
-    """Which of the ids may stand for more than text: `[B, q]`; none of embeddings.
+    """Returns which ids may stand for more than text: `[B, q]`; none if embeddings are given.
 
     Args:
-        images: these are all that does.
+        images: whether only image tokens may.
     """
     if given.is_floating_point():
         return np.zeros(given.shape[:2], bool)
@@ -317,7 +317,7 @@ def _stands_in(given: Tensor, model: PreTrainedModel, images: bool) -> Bools:
 
 
 def _untyped(arguments: Mapping[str, Any], columns: int, model: PreTrainedModel) -> Any:
-    """Which tokens are what they are without a type, as those of the prefix: `[B, q]`, or bool.
+    """Returns which tokens have type 0, as the prefix had: `[B, q]`, or a bool for all.
 
     Type 0 is text where others are images. In a decoder of text alone a type is one more embedding.
     """
@@ -329,7 +329,7 @@ def _untyped(arguments: Mapping[str, Any], columns: int, model: PreTrainedModel)
 
 
 def _same(given: Tensor, expected: Tensor, model: PreTrainedModel) -> Bools:
-    """Which of the ids or embeddings of a forward are those of the expected ids: `[B, q]`."""
+    """Returns where ids or embeddings of a forward are those of the expected ids: `[B, q]`."""
     if given.is_floating_point():
         table = model.get_input_embeddings()
         return np.asarray((given == table(expected)).all(-1).cpu().numpy())

@@ -1,4 +1,4 @@
-"""What differs between the releases of transformers that are served.
+"""Handles the differences between the releases of transformers that are served.
 
 From 5.24 on models take and return their cache as `cache`; before it was `past_key_values`. A model
 of one's own may still use the old word under a new release, so a model is asked by its signature.
@@ -38,7 +38,7 @@ def cache_argument(model: Any) -> str:
 
 
 def shared_out(ranks: int, experts: bool = False) -> Any:
-    """The `DistributedConfig` by which so many processes share out a model.
+    """Makes the `DistributedConfig` by which `ranks` processes share out a model.
 
     Args:
         experts: each has some whole experts, not a part of every one. Where there is no `ep_size`

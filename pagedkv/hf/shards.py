@@ -1,4 +1,4 @@
-"""What tensor parallelism leaves of a model's attention on one rank.
+"""Finds the part of a model's attention that tensor parallelism leaves on one rank.
 
 Configurations tell the heads of the whole model. How many of them a rank computes is asked of the
 projections themselves: some plans share out their outputs, some gather them, some leave them whole.

@@ -1,4 +1,4 @@
-"""What a model's forward takes: its own parameters, and those that it hands on to others."""
+"""The parameters of a model's forward: its own, and those that it hands on to others."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-POSITION = 7  # of the token that is looked for; whoever counts by itself begins at 0
+POSITION = 7  # of the token that is tried; a model that counts by itself begins at 0
 
 
 def parameters_of(model: Any) -> set[str]:

@@ -1,4 +1,4 @@
-"""What the rows of a cache say: the ids of their tokens, as far as forwards were told them.
+"""The texts of a cache's rows: the ids of their tokens, as far as forwards were told them.
 
 An image's tokens are known by numbers made of its digest (`image_numbers.py`), or not at all.
 """
@@ -30,7 +30,7 @@ _PLACEHOLDER = re.compile(r"(?!(bos|eos|pad|sep|unk)_|.*_(start|end)_).*_token_(
 
 
 class Told(NamedTuple):
-    """What a forward was told of its tokens, `[B, q]` on the model's device.
+    """The ids, positions and types that a forward was given, `[B, q]` on the model's device.
 
     Attributes:
         ids: None where it was given embeddings.
@@ -48,7 +48,7 @@ class Told(NamedTuple):
 
     @classmethod
     def of(cls, arguments: Mapping[str, Any], config: Any, numbers: Tokens | None = None) -> Told:
-        """From the named arguments of a forward, and the model's configuration."""
+        """Reads them from a forward's named arguments and the model's configuration."""
         ids, places = arguments.get("input_ids"), arguments.get("position_ids")
         positions = kept_copy(places) if isinstance(places, Tensor) else None
         if not isinstance(ids, Tensor) or ids.ndim != 2 or "inputs_embeds" in arguments:
@@ -61,7 +61,7 @@ class Told(NamedTuple):
 
 
 class _Forward(NamedTuple):
-    """What a forward has added.
+    """The tokens that a forward has added.
 
     Attributes:
         column: the first of those that it was given.
@@ -75,7 +75,7 @@ class _Forward(NamedTuple):
 
 
 class Texts:
-    """The ids and positions of rows, on the host; `UNKNOWN` for ids that nobody told of.
+    """The ids and positions of rows, on the host; `UNKNOWN` for ids that no forward gave.
 
     Those of the latest forwards stay on their device until somebody asks: to fetch them in each
     forward would wait for it.
@@ -91,7 +91,7 @@ class Texts:
 
     @classmethod
     def unknown(cls, lengths: Sequence[int]) -> Texts:
-        """Rows of so many tokens that nobody told of."""
+        """Makes rows of these lengths whose tokens are unknown."""
         return cls([np.full(length, UNKNOWN) for length in lengths])
 
     @property
@@ -222,7 +222,7 @@ def types_of(arguments: Mapping[str, Any], names: Sequence[str], columns: int) -
 
 
 def beside_ids(given: Any, accepted: Iterable[str]) -> dict[str, Any]:
-    """What a processor returned beside the ids of a text that a model accepts: images, say."""
+    """Returns what a processor gave beside the ids of a text and the model accepts: images, say."""
     if not isinstance(given, Mapping):
         return {}
     names = [name for name in given if name in accepted and name not in ("input_ids", *BESIDE_TEXT)]
@@ -236,7 +236,7 @@ def beside_ids(given: Any, accepted: Iterable[str]) -> dict[str, Any]:
 
 
 def beside_text(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """What of a forward's arguments may be a part of its text and is no token: an image, say."""
+    """Returns a forward's arguments that may be part of its text but no tokens: images, say."""
     known = {"input_ids", "inputs_embeds", *BESIDE_TEXT, *TYPES}
     return {k: value for k, value in arguments.items() if k not in known and _holds_tensors(value)}
 

@@ -1,4 +1,4 @@
-"""One transaction a forward: what its layers wrote is committed when it has returned, or never was.
+"""One transaction a forward: its writes are committed when it returns, undone when it raises.
 
 A forward begins where the outermost module is called of those on the way from an attached model to
 its decoder, and is over when that call returns. Which cache takes part is known by its arguments,
@@ -98,7 +98,7 @@ class Transaction:
         if self._turns is None:
             self.take_turn(cache)
         _require_none_on(cache.kv)
-        cache.abort_step()  # what a forward left open that nobody saw the end of
+        cache.abort_step()  # a forward whose end no hook saw left it open
         cache.transaction = self
 
     def commit(self) -> None:
@@ -198,7 +198,7 @@ _thread = _Thread()
 
 
 def enter(cache: ForwardCache) -> None:
-    """Called before the first layer of a cache is updated, in whatever forward that is.
+    """Called before the first layer of a cache is updated, in any forward.
 
     Raises:
         OpenStepError: another forward of this thread is under way on the same pages, or where
@@ -219,7 +219,7 @@ def enter(cache: ForwardCache) -> None:
 
 
 def by_hand(cache: ForwardCache) -> AbstractContextManager[None]:
-    """What is done within it has the pages to itself, and so do hooks of a forward already.
+    """Returns a context that holds the pages for layers called by hand; in a forward they are held.
 
     Layers that are called by hand do not wait, since nobody sees what their thread holds.
 
@@ -265,7 +265,7 @@ def forget_dead(beginning: nn.Module | None = None) -> None:
 
 
 def _is_called(module: nn.Module | None, times: int, frame: FrameType | None = None) -> bool:
-    """Whether so many calls of a module have not returned yet, in this thread or at a frame."""
+    """Whether `times` calls of a module have not returned yet, in this thread or at a frame."""
     frame = sys._getframe(1) if frame is None else frame
     while frame is not None and times:
         if frame.f_code.co_name == "_call_impl" and frame.f_locals.get("self") is module:
@@ -342,7 +342,7 @@ def _innermost(module: nn.Module) -> Transaction | None:
     mine = _thread.transactions
     if all(transaction.outermost is not module for transaction in mine):
         return None
-    while mine[-1].outermost is not module:  # an interrupt within it that somebody caught
+    while mine[-1].outermost is not module:  # an interrupt within it was caught
         mine[-1].end()
         mine.pop()
     return mine[-1]

@@ -1,4 +1,4 @@
-"""What a model is: what its layers keep of a text, what it weighs, why pages cannot serve it.
+"""A model: what its layers keep of a text, what it weighs, why pages cannot serve it.
 
 `facts.py` has what a type does without its configuration saying so; `names.py` reads a
 configuration by one set of names; `kinds.py` knows which layers have K and V, a recurrent state,

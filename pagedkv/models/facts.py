@@ -1,4 +1,4 @@
-"""What a type of model does without its configuration saying so: one row a type.
+"""Facts about types of models that their configurations do not say: one row a type.
 
 A row is only for what cannot be read from a configuration. `tests/hf/test_planner.py` holds what
 can be asked of transformers' classes against them.

@@ -1,4 +1,4 @@
-"""Which layers of a decoder have K and V, a recurrent state, both or neither."""
+"""Finds which layers of a decoder have K and V, a recurrent state, both or neither."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ WINDOWED = {"sliding_attention", "hybrid_sliding"}
 
 
 class LayerKind(NamedTuple):
-    """What one decoder layer keeps.
+    """Whether one decoder layer keeps K and V, a state, both or neither.
 
     Attributes:
         keeps: `attention` (K and V), `state`, `both` or `none`.
@@ -36,7 +36,7 @@ class LayerKind(NamedTuple):
 
 
 def layer_kinds(text: Any) -> list[LayerKind]:
-    """What each decoder layer keeps, in the model's order.
+    """Returns the kind of each decoder layer, in the model's order.
 
     The last layers of a model may share the K and V of others: they keep nothing, and are left out.
 

@@ -68,7 +68,7 @@ class Model:
 
     @classmethod
     def of(cls, model: Any, images: bool = False) -> Model:
-        """What is known of a model, however it is given.
+        """Reads what a model is from any of the things that stand for it.
 
         Args:
             model: a configuration (dict or object), a folder, an id on the hub, an open checkpoint,
@@ -178,7 +178,7 @@ class Model:
             UnsupportedModelError: it cannot be built, nor its decoder alone.
         """
         key = repr((self.fields, self.images))
-        if (found := _MADE.get(key)) is not None:  # who looks for a budget plans a model often
+        if (found := _MADE.get(key)) is not None:  # a search for a budget plans a model often
             return found
         from .skeleton import shares_heads, weights_of
 

@@ -1,4 +1,4 @@
-"""A decoder's configuration by one set of names, whoever wrote it.
+"""A decoder's configuration by one set of names, from any author.
 
 Files leave much to the classes of transformers, which are not asked here: a plan of a checkpoint
 waits for no transformers. What a type implies stands in `facts.py`.

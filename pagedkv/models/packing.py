@@ -33,7 +33,7 @@ class Group:
 
 @dataclass(frozen=True)
 class Packing:
-    """What a quantised checkpoint packs: weights of linear maps and of experts in its layers.
+    """The weights that a quantised checkpoint packs: of linear maps and of experts in its layers.
 
     Attributes:
         groups: the first that has a module counts.
@@ -58,7 +58,7 @@ def method_of(config: Any) -> str:
 
 
 def _quantisation(config: Any) -> Fields:
-    """What a configuration, a dict or an object, says of that."""
+    """Returns the quantisation that a configuration names; it may be a dict or an object."""
     name = "quantization_config"
     found = config.get(name) if isinstance(config, Mapping) else getattr(config, name, None)
     return found if isinstance(found, Mapping) else attributes(found) if found else {}
@@ -85,7 +85,7 @@ def packing_of(config: Fields) -> Packing | None:
 
 
 def _with_scales(bits: int, group: int | None, beside: float = SCALE) -> float:
-    """Bits of an element, where a group of them has so many bits beside it."""
+    """Returns bits of an element, if each group has `beside` bits more."""
     return bits + (beside / group if group and group > 0 else 0.0)
 
 

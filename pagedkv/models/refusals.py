@@ -56,7 +56,7 @@ def of_states(text: Any) -> str | None:
 
 
 def of_type(found: Mapping[str, Any], outer: Mapping[str, Any], kinds: Sequence[str]) -> str | None:
-    """Why nobody serves a model of which there is a configuration alone.
+    """Returns why a model cannot be served, by its configuration alone.
 
     A model that is there shows more of this by itself, when it is first called.
 

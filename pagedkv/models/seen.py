@@ -1,4 +1,4 @@
-"""What was seen of models that no list knows, by the configuration of their decoder."""
+"""Remembers what trying an unlisted model has shown, by its decoder's configuration."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 @dataclass
 class Seen:
-    """What transformers' own cache holds of a model, after a forward of a few tokens.
+    """The contents of transformers' own cache after a forward of a few tokens of a model.
 
     Attributes:
         kinds, shapes, states: as `layer_kinds`, `kv_shapes` and `state_tensors` say them.
@@ -24,18 +24,18 @@ class Seen:
     is_packed: bool = False
 
 
-# By identity: configurations have no hash, and a copy is another model that nobody has looked at.
+# By identity: configurations have no hash, and a copy counts as a model that was never tried.
 _SEEN: dict[int, tuple[weakref.ref[Any], Seen]] = {}
 
 
 def seen_of(text: Any) -> Seen | None:
-    """What was seen of the model of a decoder's configuration; None where nobody has looked."""
+    """Returns what was seen of a decoder's model; None if it was never looked at."""
     owner, seen = _SEEN.get(id(text), (None, None))
     return seen if owner is not None and owner() is text else None
 
 
 def remember(text: Any, seen: Seen) -> None:
-    """Has a decoder's configuration mean what was seen, as long as it lives."""
+    """Notes what was seen of a decoder's model, as long as its configuration lives."""
     key = id(text)
     _SEEN[key] = weakref.ref(text, lambda _: _SEEN.pop(key, None)), seen
 

@@ -1,4 +1,4 @@
-"""What K and V of one token are in each layer, read from a decoder's configuration."""
+"""Reads the shapes of one token's K and V in each layer from a decoder's configuration."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .seen import seen_of
 
 
 class KVShape(NamedTuple):
-    """What a layer keeps of one token.
+    """The shape of one token's K and V in a layer.
 
     Attributes:
         num_kv_heads: KV heads (G).

@@ -246,7 +246,7 @@ def weights_of(model: PreTrainedModel) -> list[Weight]:
 
 
 def _ends(model: PreTrainedModel) -> dict[int, Part]:
-    """Which parameters are the embedding and the head."""
+    """Returns which parameters are the embedding and the head, by `id`."""
     found: dict[int, Part] = {}
     ends: list[tuple[Part, Any]] = [
         ("head", model.get_output_embeddings),

@@ -1,8 +1,8 @@
-"""What the weights of a model take in memory, and what it computes in.
+"""Counts the bytes of a model's weights, and finds the dtype in which it computes.
 
-By the headers of its files, exactly; of a configuration alone by the model that transformers builds
-of it without memory. A weight matrix counts at the width it is stored in, so packed checkpoints
-count packed.
+Headers of files give exact bytes; a configuration alone is counted by the model that transformers
+builds of it without memory. A weight matrix counts at the width it is stored in, so packed
+checkpoints count packed.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from .weights import Weight
 WEIGHT_BITS = {
     "float32": 32.0, "float16": 16.0, "bfloat16": 16.0, "float8": 8.0, "int8": 8.0, "int4": 4.5,
 }  # fmt: skip
-# Where weights in fewer bits come from: nobody rounds them here.
+# Where weights in fewer bits come from: none are rounded here.
 PACKED = "from a checkpoint such as ...-w4a16"
 
 
 def packed_advice(dtype: object) -> str:
-    """What to add to the refusal of a dtype that weights are only stored in; else nothing."""
+    """Returns advice for a dtype in which weights are only stored; empty for any other."""
     name = SHORT.get(str(dtype), str(dtype))
     return f"; weights in {name} come {PACKED}" if WEIGHT_BITS.get(name, 16) < 16 else ""
 
@@ -92,7 +92,7 @@ def weighed(model: Model, weight_dtype: str | None, on_cpu: bool) -> Weighed:
 
 
 def _nbytes(weight: Weight, bits: float | None, wide: int) -> int:
-    """Bytes of a weight whose matrices in layers take so many bits an element, if they do."""
+    """Returns the bytes of a weight; its matrices may have `bits` an element."""
     if bits is None or bits >= 16 or not is_matrix(weight):
         return weight.elements * wide
     return ceil(weight.elements * bits / 8)

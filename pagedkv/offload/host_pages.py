@@ -1,4 +1,4 @@
-"""Which page in host memory holds what, which sequence owns it, and which is reused when all are.
+"""Decides which page in host memory holds what, who owns it, and which is reused when all are.
 
 `PagePool` and `PrefixIndex` keep host pages as they keep device pages: a pool with owners and an
 order of reuse, and an index that finds pages by tokens. Pages of offloaded sequences are *owned*;

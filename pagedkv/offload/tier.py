@@ -255,7 +255,7 @@ class HostTier:
             self.pages.pool.drop(pinned)
 
     def _fits(self, row: int, length: int, hosts: Ints) -> bool:
-        """Whether a text of `length` tokens has room: promised to this sequence, or to nobody."""
+        """Whether a text of `length` tokens has room that is promised to no other sequence."""
         tables, reserved = self._tables, self._tables.reservations
         rest = reserved.owed(reserved.limit[row], tables.counted(length))
         covered = max(0, int(reserved.promise[row] - rest)) * reserved.binding

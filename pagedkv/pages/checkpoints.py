@@ -28,7 +28,7 @@ class PrefixKey(NamedTuple):
 
     @classmethod
     def of(cls, chain: Chain, key: bytes, columns: int, tail: bytes) -> PrefixKey:
-        """The key of a text of so many complete pages, the last of which has this key."""
+        """Makes the key of a text of `columns` complete pages, the last of which has `key`."""
         return cls(chain.before(key, columns) if tail else key, tail)
 
 

@@ -1,4 +1,4 @@
-"""Which entries of the page tables were written since they were last sent to the device."""
+"""Notes entries of the page tables that were written since they were last sent to the device."""
 
 from __future__ import annotations
 

@@ -79,7 +79,7 @@ class PoolGrowth:
         steps = np.maximum(-(-least // self._increment), 1)
         existing = np.minimum(steps * self._increment, pool.existing)
         if (existing < pool.existing).any():
-            pool.resize(existing)  # first: should memory fail, nobody gets pages that lost theirs
+            pool.resize(existing)  # first: if memory fails, no sequence gets pages that lost theirs
             self._resize(existing[:: self._kinds].tolist())
 
     def absent(self) -> list[tuple[int, int]]:

@@ -1,4 +1,4 @@
-"""Which layers wrote their K and V in a step, held against those that had to."""
+"""Checks that the layers wrote their K and V in a step that had to."""
 
 from __future__ import annotations
 

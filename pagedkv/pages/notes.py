@@ -1,4 +1,4 @@
-"""What changed in the page books since somebody last looked, for a trace to write down.
+"""Notes what changed in the page books since they were last drained, for a trace to write down.
 
 Books that nobody watches are plain: `PageTables` makes these two only where it is given `Notes`.
 """

@@ -22,7 +22,7 @@ class Copy(NamedTuple):
 
 @dataclass(slots=True)
 class PagePlan:
-    """What a step does to the page tables.
+    """The changes that a step makes to the page tables.
 
     Attributes:
         rows: `[B]`, one per sequence.

@@ -100,7 +100,7 @@ class PrefixIndex:
         return sha256(self._fingerprint + salt).digest()
 
     def chain(self, salt: Salt) -> Chain:
-        """What the keys of texts under a salt are made of."""
+        """Returns the chain of keys of texts under a salt."""
         if isinstance(salt, bytes):
             return Chain(self.root(salt))
         return Chain(self.root(first_of(salt)), mixed_in(salt, self.page_size))

@@ -72,7 +72,7 @@ def publish(tables: PageTables, plan: PagePlan, end: Ints, one_each: bool) -> No
 
 
 def completed(tables: PageTables, plan: PagePlan, kept: Ints) -> Ints:
-    """Pages of each group that a step completes if it keeps so many tokens, `[groups, n]`."""
+    """Returns the pages of each group that a step completes with `kept` tokens, `[groups, n]`."""
     end = (plan.start + kept) // tables.page_size
     everyone = np.ones(plan.rows.size, dtype=bool)
     return tables.tables[tables.at(*_pages_between(plan.rows, plan.column, end, everyone))]

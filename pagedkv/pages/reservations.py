@@ -72,7 +72,7 @@ class Reservations:
         self.update(rows)
 
     def share_tail(self, rows: Ints) -> None:
-        """The last pages of these sequences got another owner."""
+        """Notes that the last pages of these sequences got another owner."""
         if self._copies:
             self.extra[rows] |= self.limit[rows] > 0
             self.update(rows)
@@ -92,7 +92,7 @@ class Reservations:
         return int((np.minimum(grow, owed) + (copied & self.extra[rows])).sum())
 
     def shorten(self, row: int, lost: int, shared_tail: bool) -> None:
-        """After a truncate: the `lost` pages that did not come back are no longer promised."""
+        """Notes, after a truncate, that the `lost` pages are no longer promised."""
         if not self.limit[row]:
             return
         self.extra[row] = False
@@ -118,7 +118,7 @@ class Reservations:
                 self._lower(row, missing)
 
     def cap(self, row: int, limit: int) -> None:
-        """Promises a sequence so many pages at most."""
+        """Promises a sequence `limit` pages at most."""
         if self.limit[row] > limit:
             self._lower(row, int(self.limit[row]) - limit)
 

@@ -22,7 +22,7 @@ UNMIXED: Mapping[int, bytes] = MappingProxyType({})
 
 
 class Chain(NamedTuple):
-    """What goes into the keys of a text's pages besides its tokens.
+    """The parts of the keys of a text's pages that are not its tokens.
 
     Attributes:
         root: the key before the first page.
@@ -33,7 +33,7 @@ class Chain(NamedTuple):
     mixed: Mapping[int, bytes] = UNMIXED
 
     def before(self, key: bytes, column: int) -> bytes:
-        """What the key and the partial key of a page begin with.
+        """Returns the beginning of what a page's key and its partial key are hashed from.
 
         Args:
             key: of the page before it.

@@ -85,7 +85,7 @@ def stored_prefix(tables: PageTables, tokens: Tokens, salt: Salt) -> tuple[int, 
 
 
 def limit_of(tables: PageTables, max_tokens: int | None, size: int) -> int:
-    """Pages that a reservation of so many tokens sets aside for a text of `size` tokens."""
+    """Returns the pages that a reservation of `max_tokens` sets aside for `size` tokens."""
     if max_tokens is None:
         return 0
     limit = -(-max_tokens // tables.page_size) - tables.staged

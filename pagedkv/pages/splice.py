@@ -1,4 +1,4 @@
-"""Tokens in the place of others: how far a sequence goes back for them, and what follows."""
+"""Replaces tokens of a text: how far its sequence goes back for them, and what follows."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .tables import PageTables
 
 
 class Splice(NamedTuple):
-    """What becomes of a sequence.
+    """The plan for a sequence whose tokens are replaced.
 
     Attributes:
         row: the sequence's row.
@@ -29,7 +29,7 @@ class Splice(NamedTuple):
 
 
 def plan(tables: PageTables, seq: int, start: int, stop: int, tokens: Tokens) -> Splice:
-    """What replacing tokens `start .. stop` of a text takes; changes nothing.
+    """Plans the replacement of tokens `start .. stop` of a text; changes nothing.
 
     Raises:
         ValueError: there are no such tokens; or a window, a policy or a state has no way back; or

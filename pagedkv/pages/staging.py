@@ -51,7 +51,7 @@ class Codings(NamedTuple):
 
 
 class Needs(NamedTuple):
-    """What a step needs pages for.
+    """The entries and sequences of a step that decide which pages it needs.
 
     Attributes:
         direct: whether each new entry is filled by this step from end to end.

@@ -41,7 +41,7 @@ class StateSlots:
 
     def __init__(self, num_slots: int, max_sequences: int) -> None:
         self.num_slots = num_slots
-        self.refcount = np.zeros(num_slots + 1, dtype=np.int64)  # the last is nobody's: slot -1
+        self.refcount = np.zeros(num_slots + 1, dtype=np.int64)  # the last has no owner: slot -1
         self.slot = np.full(max_sequences, NO_SLOT, dtype=np.int64)
         self.target = np.full(max_sequences, NO_SLOT, dtype=np.int64)
         self.promised = np.zeros(max_sequences, dtype=bool)
@@ -195,7 +195,7 @@ class StateSlots:
         return False
 
     def release(self, rows: Ints) -> None:
-        """Rows have no state any more; their checkpoints stay."""
+        """Takes the states from rows; their checkpoints stay."""
         for row in rows.tolist():
             self._drop(int(self.slot[row]))
             self._unmark(row)
@@ -205,7 +205,7 @@ class StateSlots:
     # ------------------------------------------------------------------ elsewhere and back
 
     def leave(self, rows: Ints) -> None:
-        """Rows give up their slots and promises, and keep their checkpoints."""
+        """Takes slots and promises from rows, which keep their checkpoints."""
         for row in rows.tolist():
             self._drop(int(self.slot[row]))
         self.slot[rows] = NO_SLOT

@@ -116,7 +116,7 @@ def _take_staged(
 
 
 def _plan_copies(tables: PageTables, plan: PagePlan, tails: Ints) -> list[tuple[int, Ints, Ints]]:
-    """Which sequences must copy their tail before they write: `(group, order, pages)` per group.
+    """Finds the pages to copy before they are written: `(group, order, pages)` of each group.
 
     If all owners of a page write in this step, the writer with the highest offset (the last of
     them in `seqs` order) keeps the page: no other owner has committed slots behind that offset. If

@@ -1,4 +1,4 @@
-"""Which sequence owns which pages: ids, lengths, page tables, reservations.
+"""The books of sequences and their pages: ids, lengths, page tables, reservations.
 
 All state is in numpy arrays with one row per sequence, page tables with a leading group axis:
 `tables[group, row, column]` is the page that holds positions `column * P ...` of the sequence, or
@@ -183,7 +183,7 @@ class PageTables:
         return ids.tolist()
 
     def take_back_name(self, seq: int) -> None:
-        """Gives the next sequence the id of one that ended before anybody heard of it."""
+        """Gives the next sequence the id of one that ended before its caller knew it."""
         self._next_id[seq % self.max_sequences] = seq
 
     def set_table(self, row: int, pages: Ints) -> None:
@@ -223,11 +223,11 @@ class PageTables:
     # ------------------------------------------------------------------ shared helpers
 
     def coded_of(self, length: Any) -> Any:
-        """Complete pages behind the first of a text, or texts, of so many tokens."""
+        """Counts complete pages behind the first, of texts of `length` tokens."""
         return np.maximum(length // self.page_size - 1, 0)
 
     def counted(self, length: Any) -> Any:
-        """Pages of a text, or texts, of so many tokens that count towards a reservation's limit."""
+        """Counts pages of texts of `length` tokens that count towards a reservation's limit."""
         return self.coded_of(length) if self.staged else -(-length // self.page_size)
 
     def kinds_of(self, group: int, pages: Ints) -> Ints:
@@ -241,7 +241,7 @@ class PageTables:
                 raise OffloadedError(f"seq: {self.seqs[row]} is offloaded, `restore` it first")
 
     def chain(self, row: int) -> Chain:
-        """What goes into the keys of a sequence's pages."""
+        """Returns the chain of a sequence's keys."""
         return Chain(self.prefix_keys[row][0], self.mixed.get(row, UNMIXED))
 
     def prefix_key(self, row: int) -> PrefixKey | None:

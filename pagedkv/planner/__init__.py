@@ -1,4 +1,4 @@
-"""What fits: weights, KV pages, ring and workspace of a model under one memory budget.
+"""Plans memory: weights, KV pages, ring and workspace of a model under one budget.
 
 `shapes.py` sums up a model part by part, `passes.py` says what a pass has at once, `ranks.py`
 shares layers out among processes, `costs.py` says what a placement costs, `placement.py` and

@@ -1,4 +1,4 @@
-"""What to say where memory does not suffice: what is needed, and changes that fit: all tried."""
+"""Advice where memory does not suffice: what is needed, and changes that fit, each tried."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the same call would give by another choice: all tried, none of it decided."""
+"""Tries other arguments of the same call, and says what each would give; decides nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is asked of a plan, and what a placement of weights costs, item by item.
+"""The arguments of a plan, and the cost of a placement of weights, item by item.
 
 Every number of a plan comes from here, so that what the search compares is what the plan says.
 """
@@ -85,7 +85,7 @@ class Placement:
     expert_slots: int = 0
 
     def streamed(self, count: int) -> list[int]:
-        """Layers, of so many, that pass through the ring."""
+        """Returns the layers, of `count`, that pass through the ring."""
         held = set(self.resident)
         return [i for i in range(count) if i not in held]
 
@@ -130,7 +130,7 @@ class Costs:
 
     @property
     def most_tokens(self) -> int:
-        """Token slots that a pool may have: slots count in 31 bits, staging pages with them."""
+        """The most token slots of a pool: slots count in 31 bits, staging pages with them."""
         page = self.asked.page_size
         return 2**31 - page * (1 + self._cache.num_staging_pages())
 
@@ -196,7 +196,7 @@ class Costs:
         }
 
     def packed(self) -> dict[str, int]:
-        """Whatever a token is multiplied with, once more, packed for the products of a CPU.
+        """Counts a second copy of the weights that a CPU packs for its products.
 
         Experts are not packed, so for a mixture this is somewhat too much.
         """
@@ -288,7 +288,7 @@ class Costs:
         rows = placement.step_tokens * self.c.hidden_size * self.wide
         passing = {}
         if widest := max(slotted):
-            # Those that a layer lacks, and all of two layers where a pass needs more.
+            # Room for the experts that a layer lacks, and for all of two layers in a wider pass.
             assert self.shape.experts is not None
             through = placement.expert_slots * widest // self.shape.experts.count
             through += RING_DEPTH * widest
@@ -300,7 +300,7 @@ class Costs:
         return {
             "held layers": pinned,
             "held head": self.shape.head_bytes if head_held else 0,
-            # On a CPU the ring is what is read into.
+            # On a CPU files are read into the ring itself.
             "staging": RING_DEPTH * self.slot(placement) if reads and self.asked.cuda else 0,
             **passing,
             "embedding rows": 0 if placement.embedding else rows,
@@ -308,7 +308,7 @@ class Costs:
 
 
 def spread(chosen: int, of: int) -> list[int]:
-    """So many indices below `of`, evenly strided, so that each streamed layer has company."""
+    """Returns `chosen` indices below `of`, evenly strided: each streamed layer has company."""
     return [i for i in range(of) if (i + 1) * chosen // of > i * chosen // of]
 
 

@@ -49,7 +49,7 @@ class RoutedExperts:
         return sum(map(bool, self.layers))
 
     def touched(self, tokens: int) -> float:
-        """The share of a layer's experts that a pass of so many tokens is routed to."""
+        """Returns the share of a layer's experts that a pass of `tokens` is routed to."""
         return 1 - (1 - self.per_token / self.count) ** tokens
 
     def lacking(self, tokens: int, slots: int) -> float:
@@ -67,11 +67,11 @@ class RoutedExperts:
         return 1.0 if too_many or lacking > alone else lacking
 
     def are_few(self, tokens: int, alone: float) -> bool:
-        """Whether a pass of so many tokens never reads all experts of a layer."""
+        """Whether a pass of `tokens` never reads all experts of a layer."""
         return tokens * self.per_token <= alone * self.count and not self.in_slots
 
     def wide(self, tokens: int, slots: int, alone: float, depth: int) -> int:
-        """Bytes beside the slots while a pass of so many tokens computes one layer.
+        """Counts the bytes beside the slots while a pass of `tokens` computes one layer.
 
         Args:
             depth: layers that are in memory at once where all experts are read.
@@ -82,7 +82,7 @@ class RoutedExperts:
         if self.are_few(tokens, alone):
             most = min(self.count, tokens * self.per_token)
             return self.widest * min(most, lacking) // self.count
-        if lacking <= alone * self.count:  # none lacks so many that all are read
+        if lacking <= alone * self.count:  # no pass lacks enough for all to be read
             return self.widest * bool(lacking)
         return depth * self.widest
 

@@ -1,4 +1,4 @@
-"""Known cards: what a plan assumes of the machine it is made for, where nobody measured it.
+"""Known cards, by which a plan guesses those facts of a machine that were not measured.
 
 Figures are dense, without sparsity. A GeForce multiplies 16-bit floats at half its rate where it
 adds up in float32, as torch does: that half is what stands here. `source` names the maker's

@@ -15,7 +15,7 @@ from .speed import Machine, seconds_of_pass, streamed_bytes
 
 @dataclass(frozen=True)
 class Outcome:
-    """What `MemoryPlan` is, except how it prints."""
+    """The fields and numbers of a `MemoryPlan`, which adds how they print."""
 
     shape: ModelShape
     cache: CacheConfig
@@ -130,7 +130,7 @@ class Outcome:
         return streamed_bytes(self.shape, self.placement)
 
     def expert_bytes(self, tokens: int) -> int:
-        """Bytes of experts that a pass of so many tokens reads, where they come as asked."""
+        """Returns bytes of experts that a pass of `tokens` reads if they are read as asked for."""
         if not self.expert_slots or self.shape.experts is None:
             return 0
         experts = self.shape.experts
@@ -153,7 +153,7 @@ class Outcome:
         disk_gbps: float | None = None,
         compute_tflops: float | None = None,
     ) -> float:
-        """A pass over so many tokens: the slowest of link, disk, device memory and arithmetic."""
+        """Seconds of a pass over `tokens`: the slowest of link, disk, memory and arithmetic."""
         machine = Machine(
             link_gbps or self.link_gbps,
             self.memory_gbps,
@@ -186,7 +186,7 @@ class Outcome:
         return batch * accepted / self.seconds(tokens, link_gbps, disk_gbps, compute_tflops)
 
     def max_length(self, batch: int | None = None) -> int:
-        """Tokens that each of so many sequences may have in this plan's pages."""
+        """Returns tokens that each of `batch` sequences may have in this plan's pages."""
         batch = batch or self.batch
         page, config = self.cache.page_size, self.cache
         if batch > config.max_sequences or (config.states and batch >= config.max_states):
@@ -201,14 +201,14 @@ class Outcome:
         return most
 
     def max_batch(self, length: int | None = None) -> int:
-        """Sequences of so many tokens that this plan's pages hold at once."""
+        """Returns how many sequences of `length` tokens this plan's pages hold at once."""
         length = length or self.length
         return largest(lambda n: self.max_length(n) >= length, 0, self.cache.max_sequences + 1)
 
     def recompute_or_restore(
         self, tokens: int, link_gbps: float | None = None
     ) -> Literal["recompute", "restore"]:
-        """How a preempted sequence comes back sooner: computed again, or copied from the host."""
+        """Returns how a preempted sequence comes back sooner: computed again, or from the host."""
         link = link_gbps or self.link_gbps
         whole, left = divmod(tokens, self.step_tokens)
         recompute = whole * self.seconds(self.step_tokens, link)

@@ -1,4 +1,4 @@
-"""What a token has at once in a pass: behind attention, and in layers with a recurrent state."""
+"""Counts the numbers that a token has at once in a pass: behind attention and in state layers."""
 
 from __future__ import annotations
 

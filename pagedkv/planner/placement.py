@@ -26,7 +26,7 @@ Widths = Iterable[tuple[bool, int, int]]
 
 
 def place(costs: Costs) -> Placement:
-    """Everything resident, if that fits; else of what fits beside a ring what decodes soonest.
+    """Keeps everything resident, if that fits; else chooses what decodes soonest beside a ring.
 
     Raises:
         Short: nothing fits.
@@ -90,7 +90,7 @@ def _nearby(costs: Costs, best: Placement) -> Placement:
 
 
 def _soonest(costs: Costs, placements: list[Placement]) -> Placement:
-    """The first of those in which a pass takes least, if each sequence decodes a token in it."""
+    """Returns the placement with the fastest decoding pass, the first of equals."""
     asked = costs.asked
     machine = Machine(asked.link_gbps, asked.memory_gbps, asked.compute_tflops, asked.alone)
     return min(

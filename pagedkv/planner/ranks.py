@@ -1,7 +1,7 @@
-"""What one of several processes holds, among which transformers shares out a model's layers.
+"""Counts what one process holds, if transformers shares out a model's layers among several.
 
-It cuts matrices as the plan in a model's class says, which is asked of the model without weights:
-most of them, not all. Norms, routers and the matrices that make latents stay whole.
+Transformers cuts matrices as the plan in a model's class says, which is asked of the model without
+weights: most of them, not all. Norms, routers and the matrices that make latents stay whole.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .shapes import ModelShape
 
 
 def share_of(whole: ModelShape, ranks: int) -> ModelShape:
-    """What one of so many processes holds and computes of a model: as if it were a smaller one.
+    """Returns the part of a model that one of several processes holds, as a smaller model.
 
     Raises:
         UnsupportedModelError: they cannot share it out: transformers has no plan of its type, or
@@ -57,7 +57,7 @@ def share_of(whole: ModelShape, ranks: int) -> ModelShape:
 
 
 def _kept(weights: Any, ranks: int) -> float:
-    """Which share of some weights a process holds."""
+    """Returns the share of some weights that one process holds."""
     every = mine = 0.0
     for weight in weights:
         every += weight.elements
@@ -97,7 +97,7 @@ def _cuts(weight: Weight, width: int) -> bool:
 
 
 def _divided(each: Any, ranks: int) -> Any:
-    """What is said of some layers alone, with the KV heads of one process."""
+    """Returns settings that hold for some layers alone, with the KV heads of one process."""
 
     def one(fields: Mapping[str, Any]) -> dict[str, Any]:
         heads = fields.get("num_key_value_heads")

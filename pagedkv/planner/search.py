@@ -223,7 +223,7 @@ def _pool(costs: Costs, placement: Placement) -> int:
 
 
 def _hold(costs: Costs, placement: Placement) -> tuple[tuple[int, ...], bool]:
-    """Which layers host memory holds what streams of for good, and whether it holds the head."""
+    """Returns which streamed layers stay in host memory for good, and whether the head does."""
     memory = costs.asked.host_memory
     away = costs.away(placement)
     if memory is None:

@@ -1,4 +1,4 @@
-"""What a plan needs to know of a model: bytes of each layer and of what surrounds them."""
+"""Adds up the bytes of each layer of a model and of what surrounds them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ALIGNMENT = 256  # bytes; where a tensor may begin in a buffer of the device
 
 @dataclass(frozen=True)
 class ModelShape:
-    """What a plan needs to know of a model.
+    """The sizes of a model that a plan is made from.
 
     Attributes:
         model: what is known of it.
@@ -84,7 +84,7 @@ class ModelShape:
 
 
 def shape_of(model: Model, weight_dtype: str | None = None, on_cpu: bool = False) -> ModelShape:
-    """What a model weighs, by its checkpoint or by its configuration alone.
+    """Sums up a model's sizes by its checkpoint, or by its configuration alone.
 
     Args:
         on_cpu: where it computes. There experts in mxfp4 are unpacked.
@@ -112,7 +112,7 @@ def shape_of(model: Model, weight_dtype: str | None = None, on_cpu: bool = False
 
 
 def _parts(weights: Iterable[tuple[Weight, int]], c: SimpleNamespace) -> dict[str, Any]:
-    """Bytes of the parts that weights of so many bytes make up, by the names of `ModelShape`."""
+    """Adds up the bytes of weights by part, under the names of `ModelShape`."""
     count = c.num_hidden_layers
     layers, experts, active = [0] * count, [0] * count, 0.0
     parts = {"embedding": 0, "head": 0, "rest": 0, "tower": 0}

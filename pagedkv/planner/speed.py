@@ -41,7 +41,7 @@ def seconds_of_pass(
     disk_gbps: float | None = None,
     held_experts: int = 0,
 ) -> float:
-    """Seconds of a pass over so many tokens.
+    """Returns the seconds of a pass over `tokens`.
 
     Weights arrive while others compute. Experts that are asked for alone do not: what a layer lacks
     is known as it computes, so the pass waits.

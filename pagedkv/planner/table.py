@@ -13,7 +13,7 @@ NVME = 7.0  # GB/s of a PCIe 4 drive
 
 
 def render(plan: Outcome) -> str:
-    """What `print(plan)` shows."""
+    """Returns the table that `print(plan)` shows."""
     source = "exact" if plan.shape.exact else "from the config"
     weights = (plan.shape.of or plan.shape).weights
     lines = [
@@ -46,7 +46,7 @@ def _how(plan: Outcome) -> list[str]:
 
 
 def _not_streamed(plan: Outcome) -> list[str]:
-    """What the streamer says of a checkpoint that is packed in a way that it does not read."""
+    """Warns of a checkpoint that is packed in a way that the streamer does not read."""
     method = plan.shape.model.method
     if method in ("", "compressed-tensors") or plan.shape.unpacked:
         return []
@@ -58,7 +58,7 @@ def _not_streamed(plan: Outcome) -> list[str]:
 
 
 def _by_experts(plan: Outcome) -> str:
-    """What streams where experts come as tokens are routed to them."""
+    """Says how many bytes stream where experts are read as tokens are routed to them."""
     rest = f" beside {readable(plan.streamed_bytes)} of the rest" if plan.streamed_bytes else ""
     return (
         "it fits by reading experts as tokens are routed to them: "
@@ -69,7 +69,7 @@ def _by_experts(plan: Outcome) -> str:
 
 
 def _reads(plan: Outcome) -> list[str]:
-    """Which share of the experts passes of a few widths read."""
+    """Says which share of the experts passes of a few widths read."""
     experts = plan.shape.experts
     if not plan.expert_slots or experts is None:
         return []
@@ -88,7 +88,7 @@ def _reads(plan: Outcome) -> list[str]:
 
 
 def _shared_out(plan: Outcome, whole: ModelShape) -> list[str]:
-    """What each of several ranks holds."""
+    """Says what each of several ranks holds."""
     every, here = ({s.num_kv_heads for s in x.settings.shapes} for x in (whole, plan.shape))
     heads = f"{max(here)} of {max(every)} KV heads"
     if any(shape.v_is_k for shape in whole.settings.shapes):
@@ -231,7 +231,7 @@ def _host_notes(plan: Outcome) -> dict[str, str]:
 
 
 def _advice(plan: Outcome) -> list[str]:
-    """What would serve better than this plan, where something is known to."""
+    """Returns advice on what would serve better than this plan; empty if nothing is known to."""
     found = []
     if plan.cache.larger_than_int8:
         sizes = plan.cache.larger_than_int8.partition(":")[0]

@@ -1,4 +1,4 @@
-"""What a model loses when its cache keeps less: texts, ways of keeping, and what they cost.
+"""Measures what a model loses when its cache keeps less: on texts, by ways of keeping.
 
 `probes.py` has what is read, `variants.py` the ways of keeping K and V, `reading.py` reads the one
 through the other beside the full cache, `measure.py` makes bytes, losses and a verdict of it,

@@ -88,7 +88,7 @@ class Quality:
 
     @property
     def recommendation(self) -> str:
-        """What to use, in a sentence: the fewest bytes among those that are good."""
+        """A sentence that names the good variant of the fewest bytes, if there is one."""
         good = sorted((m for m in self.variants if m.verdict == GOOD), key=_bytes_then_loss)
         saving = [m for m in good if m.fewer > 1.01]
         if saving:
@@ -222,7 +222,7 @@ def _measured(
 
 
 def verdict_of(kl: Iterable[float], recalled: float | None) -> str:
-    """What the gates say of distances on some texts, and of the share that is recalled."""
+    """Returns the verdict on distances on some texts, and on the share that is recalled."""
     if recalled is not None and recalled < LEAST_RECALL:
         return FORGETS
     return VISIBLE if max(kl) > MOST_KL else GOOD

@@ -1,4 +1,4 @@
-"""What models read when quality is measured: running text, a recall probe, needles.
+"""Texts that models read when quality is measured: running text, a recall probe, needles.
 
 Running text alone cannot tell one way of forgetting from another, a random one included. `recall`
 repeats a passage after other text, `needles` asks at the end for facts that lay in between: only a
@@ -27,7 +27,7 @@ WARM = 64  # tokens of a running text that do not count: no cache has forgotten 
 LEAST = 2 * WARM  # tokens of a text that is worth reading
 CHARACTERS = 64  # of a text, for each token that is asked for; further ones are not looked at
 PASSAGE = 3 / 16  # share of a text that is repeated at its end
-HINT = 1 / 8  # and of the repetition what is read before it counts
+HINT = 1 / 8  # of the repetition, read before it counts
 OWN = {"recall", "unseen", "needles"}
 CITIES = ("Lisbon", "Ottawa", "Nairobi", "Prague", "Lima", "Hanoi", "Dublin", "Tunis")
 NUMBERS = (4831, 7295, 1604, 9378, 5062, 2749, 8413, 3926)
@@ -154,7 +154,7 @@ def _ids(tokenizer: Any, text: str) -> Tensor:
 
 
 def _head(tokenizer: Any) -> Tensor:
-    """What the tokenizer puts before every text; a model that had it in training misses it."""
+    """Returns the tokenizer's beginning of every text, which a model misses if trained with it."""
     begin = tokenizer("x").input_ids[:1]
     head = begin if begin == [tokenizer.bos_token_id] else []
     return torch.tensor(head, dtype=torch.long, device="cpu")

@@ -28,7 +28,7 @@ BLOCK = 64  # tokens of each text by which the caches advance
 
 @dataclass
 class Reading:
-    """What a model thought of each token `[n]` of a probe; the first has no prediction: NaN.
+    """A model's predictions of the tokens `[n]` of a probe; NaN for the first, which has none.
 
     Attributes:
         nats: -log p of the token.
@@ -45,7 +45,7 @@ class Reading:
 
     @classmethod
     def of(cls, probe: Probe) -> Reading:
-        """One in which nothing is known yet."""
+        """Makes a reading in which nothing is known yet."""
         blank = torch.full((len(probe.ids),), torch.nan, device="cpu")
         return cls(probe, *(blank.clone() for _ in range(4)))
 
@@ -104,7 +104,7 @@ class Reader:
             self._chunk = max(1, config.page_size // 2)
         if variant is FULL:
             self._chunk = BLOCK
-        # Only decoding queries choose what they read: nothing counts that came in larger steps.
+        # Only decoding steps choose what they read, so tokens of larger steps do not count.
         self._alone = longest_of(texts)
         if config.read_tokens:
             self._alone = min(int(text.scored[0]) for text in texts)

@@ -78,7 +78,7 @@ def counted(config: CacheConfig) -> CacheConfig:
 
 
 def bytes_held(config: CacheConfig, tokens: int) -> int:
-    """K and V bytes of the pages that one sequence of so many tokens holds at its end."""
+    """Returns K and V bytes of the pages that one sequence of `tokens` holds at its end."""
     config, total = counted(config), 0
     for number, group in enumerate(config.groups):
         held = -(-tokens // config.page_size)
@@ -87,7 +87,7 @@ def bytes_held(config: CacheConfig, tokens: int) -> int:
         elif config.kept is not None:
             whole, begun = divmod(tokens, config.page_size)
             stays = int(config.kept.pages(whole))
-            held = min(held, stays + (begun > 0))  # is given up for when it is complete
+            held = min(held, stays + (begun > 0))  # another goes once the begun one is complete
         exact = min(held, 2) if config.staged else 0
         total += (held - exact) * config.bytes_per_page(number)
         total += exact * config.bytes_per_staging_page(number)

@@ -35,7 +35,7 @@ class TraceFile:
         self.path, self.stopped = Path(path), ""
         _require_no_other_file(self.path)
         if self.path.is_file():
-            # Whoever still writes the older one goes on in a file without a name.
+            # A process that still writes the older one goes on in a file without a name.
             with suppress(PermissionError):
                 os.unlink(self.path.resolve())
         self._file = open(self.path, "wb", buffering=0)  # noqa: SIM115

@@ -28,7 +28,7 @@ FEW = 32  # numbers that a loop of Python is through with before numpy has begun
 
 
 class Recorder:
-    """Records one cache, which has no sequences yet, until nobody has the cache any more.
+    """Records one cache, which has no sequences yet, until that cache is gone.
 
     Args:
         tables: the cache's page tables, which note what they touch.
@@ -64,7 +64,7 @@ class Recorder:
                 self.file.stop(f"{type(error).__name__}: {error}")
 
     def prepared(self, seqs: Ints, plan: PagePlan) -> None:
-        """Writes that a step was opened: for whom and how many tokens."""
+        """Writes that a step was opened: for which sequences and how many tokens."""
         if plan.grown_rows.size:  # which follows from the entries
             self._was[PAGES][plan.grown_rows] = self._rows[PAGES][plan.grown_rows]
         stepped, self._stepped = self._stepped, seqs.tobytes()
@@ -84,7 +84,7 @@ class Recorder:
     # ------------------------------------------------------------------ what changed
 
     def _changes(self) -> dict[str, object]:
-        """What differs from the event before, as `docs/trace.md` describes it."""
+        """Returns the differences from the event before, as `docs/trace.md` describes them."""
         event: dict[str, object] = {}
         entries, pages, evicted = self._notes.drain()
         if any(now.tobytes() != was.tobytes() for now, was in zip(self._rows, self._was)):
@@ -152,7 +152,7 @@ class Recorder:
 
 
 def _rows(tables: PageTables) -> list[Ints]:
-    """What a trace tells of all rows, by the places `SEQS` to `FIRST`."""
+    """Returns what a trace holds of all rows, in the order of the places `SEQS` to `FIRST`."""
     return [tables.seqs, tables.lengths, tables.num_pages, tables.evicted, tables.first_kept]
 
 
@@ -192,7 +192,7 @@ def _one_or_all(counts: Ints) -> int | list[int]:
 
 
 def describe(config: CacheConfig, tables: PageTables) -> dict[str, object]:
-    """What the numbers of a trace refer to: the segments of the pool, and sizes."""
+    """Describes what the numbers of a trace refer to: the segments of the pool, and sizes."""
     segments = []
     for number, pages in enumerate(tables.pool.num_pages.tolist()):
         group, staging = divmod(number, tables.kinds)

@@ -1,4 +1,4 @@
-"""How much of a text stays: so many pages, a share of what was seen, or the smaller of the two."""
+"""The size of what stays of a text: a number of pages, a share, or the smaller of the two."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Kept:
     share: float = 1.0
 
     def pages(self, whole: Any) -> Any:
-        """Whole pages that may stay of a text, or texts, of so many whole pages."""
+        """Returns how many of a text's `whole` pages may stay."""
         shared = np.floor(np.asarray(whole) * self.share + ROUNDING).astype(np.int64)
         most = np.maximum(shared, self.least)
         return most if self.budget is None else np.minimum(most, self.budget)

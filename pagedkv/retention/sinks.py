@@ -1,4 +1,4 @@
-"""The first tokens stay, whatever another policy says of them.
+"""Keeps the first tokens, even if another policy would drop them.
 
 Models put much of their attention on the first tokens of a text, whatever these are. Without them
 a sliding window doubles perplexity, with four of them it costs 2 %.

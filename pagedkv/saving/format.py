@@ -1,4 +1,4 @@
-"""What a saved sequence is as a file: safetensors, one checksum over every byte, never pickle.
+"""The file of a saved sequence: safetensors, one checksum over every byte, never pickle.
 
 It is written and read here, so that a full disk is an OSError, a header that contradicts itself a
 `CorruptFileError`, and nothing is copied on the way.
@@ -31,7 +31,7 @@ from pagedkv.errors import CorruptFileError, ForeignFileError, NewerFileError
 
 MARK = "pagedkv.sequence"
 VERSION = 2
-WITHOUT_STATES = 1  # the version of files that have no recurrent states, for those who read no more
+WITHOUT_STATES = 1  # of files without recurrent states: older programs read these, too
 START = 1024  # bytes of a file that hold `MARK`, which is written before all else
 NO_DIGEST = "0" * 64
 DTYPES = {
@@ -142,7 +142,7 @@ def _is_ours(start: bytes | bytearray) -> bool:
 
 
 def _header(text: bytes | bytearray) -> dict[str, Any] | None:
-    """What the file says of itself, None if that cannot be read or is not ours."""
+    """Reads the header of a file; None if it cannot be read or is not ours."""
     try:
         header = json.loads(json.loads(text)["__metadata__"][MARK])
     except (ValueError, KeyError, TypeError, RecursionError):
@@ -159,7 +159,7 @@ def _digest(data: bytes | bytearray, digest: str) -> str:
 
 
 def _header_text(header: dict[str, Any], tensors: dict[str, Tensor]) -> bytes:
-    """What stands before the tensors, after its own length."""
+    """Returns the text that stands before the tensors, behind its own length."""
     # A configuration may have numbers of numpy's.
     entries: dict[str, Any] = {"__metadata__": {MARK: json.dumps(header, default=index)}}
     end = 0

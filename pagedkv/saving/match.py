@@ -1,4 +1,4 @@
-"""What of a file fits a cache: its model, its shape, and its pages laid out in the cache's size."""
+"""Checks that a file fits a cache's model and shape, and lays out its pages in the cache's size."""
 
 from __future__ import annotations
 
@@ -279,7 +279,7 @@ def _from(first: int, columns: Ints, parts: Parts) -> tuple[Ints, Parts]:
 
 
 def shape_of(config: CacheConfig) -> dict[str, Any]:
-    """What two caches must have in common to hold the same bytes, as JSON gives it back."""
+    """Returns what caches that hold the same bytes have in common, as JSON gives it back."""
     return {
         "num_layers": config.num_layers,
         "num_kv_heads": config.num_kv_heads,

@@ -21,7 +21,7 @@ from . import sequence
 from .match import shape_of
 
 TOKENS = 128  # of a piece, rounded up to whole pages
-FORMAT = 1  # of pieces: those of another one are not found
+FORMAT = 1  # of pieces: a cache finds those of this format alone
 
 
 def columns_of_piece(config: CacheConfig) -> int:

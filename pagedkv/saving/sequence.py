@@ -75,7 +75,7 @@ def take_out(
     tensors: dict[str, Tensor] = {}
     base = int(tables.base[group])
     kinds = tables.kinds_of(group, pages)
-    if tail and tables.staged:  # of a page coded as a whole, some is somebody else's
+    if tail and tables.staged:  # a page coded as a whole may hold tokens of others
         kinds[-1:] = 1
     for kind in np.unique(kinds).tolist():
         mine = kinds == kind
@@ -145,7 +145,7 @@ def load(
 
 
 def _text(tables: PageTables, row: int, saved: Saved, chain: list[bytes]) -> Incoming:
-    """What is going to be in the row's pages.
+    """Returns the pages that the row is going to have.
 
     A piece shares the pages before it, and all that the cache has of it.
     """

@@ -26,7 +26,7 @@ def take_out(config: CacheConfig, storage: StateStorage, slot: int) -> dict[str,
 
 
 def found(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """What a file has of a state, by name."""
+    """Returns the tensors of a file that belong to a state, by name."""
     return {name: tensor for name, tensor in tensors.items() if name.startswith("state.")}
 
 

@@ -35,7 +35,7 @@ BEGUN = re.compile(r"\.([0-9a-f]{16}|trial)\.[0-9a-f]{16}\.tmp")
 TRUSTED_S = 60.0  # seconds for which a file that was seen is taken to be there
 RETRY_S = 60.0  # seconds after which a folder that could not be written is tried again
 LEFT_OVER_S = 3600.0  # seconds after which a temporary file is that of a process that was killed
-SHARE_OF_FIRST = 4  # of the limit one part in so many is for what nobody has asked for again
+SHARE_OF_FIRST = 4  # one part in four of the limit is for prefixes asked for once only
 
 Found = TypeVar("Found")
 
@@ -116,7 +116,7 @@ class PrefixStore:
                 self._seen[key] = now
 
     def read(self, key: bytes, use: Callable[..., Found]) -> Found | None:
-        """What `use` makes of a file's header, tensors and name; None if the file is of no use.
+        """Gives `use` a file's header, tensors and name; returns its result, None for a bad file.
 
         A file that is not as it was written is told by a warning, once, and may be replaced.
         """
@@ -124,7 +124,7 @@ class PrefixStore:
         try:
             with suppress(HostMemoryError), host_memory("add"):  # where it is short, it is computed
                 return use(*files.read(path), str(path))
-        except FileNotFoundError:  # somebody made room, and of more than this one
+        except FileNotFoundError:  # another process made room, perhaps of more than this one
             self._seen.clear()
         except (OSError, PagedKVError) as error:
             self.pass_over(key, error)
@@ -137,7 +137,7 @@ class PrefixStore:
         self._warn(f"{self.path(key)} is passed over, what it held is computed again: {error}")
 
     def may_write_first(self) -> bool:
-        """Whether there is room left for what nobody has asked for a second time."""
+        """Whether there is room left for prefixes that were asked for once only."""
         return self._first > 0 and self.may_write()
 
     def may_write(self) -> bool:

@@ -170,7 +170,7 @@ class DeviceTables:
 
 
 class Devices(NamedTuple):
-    """What steps use on each device of a cache.
+    """The tables and pages that steps use on each device of a cache.
 
     Attributes:
         each: of each device its tables, and the pages of the layers there; steps begin on the

@@ -29,7 +29,7 @@ open_steps: weakref.WeakValueDictionary[int, StepMetadata] = weakref.WeakValueDi
 
 
 class StepMetadata(StepTensors):
-    """What a model and an attention kernel need to know about one step.
+    """The facts about one step that a model and an attention kernel need.
 
     Tensors are on the cache's device and views of buffers that the next steps reuse. Where layers
     lie on several devices, `at` gives the step as a layer sees it.
@@ -113,7 +113,7 @@ class StepMetadata(StepTensors):
         return self._elsewhere[number - 1] if number else self
 
     def watch(self, queries: Ints | None, observer: Any) -> None:
-        """Lets an observer measure the attention of so many last queries of each row."""
+        """Lets an observer measure the attention of each row's last `queries` queries."""
         for step in (self, *self._elsewhere):
             step.queries, step.observer = queries, observer
 
@@ -140,7 +140,7 @@ class StepMetadata(StepTensors):
         batch, groups = len(self.seqs), range(len(self.config.groups))
         assert self.num_tokens == batch <= rows
         keep = self._device.kept
-        self.page_table(), self.slots(), self.kv_lens()  # makes them, where nobody has yet
+        self.page_table(), self.slots(), self.kv_lens()  # makes them, if they are not made yet
         if not self._sent_tokens:
             self._device.keep("tokens", self.tokens, self.config.max_step_tokens, torch.int64)
         step = copy(self)

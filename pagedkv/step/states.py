@@ -33,7 +33,7 @@ class StateBytes(Protocol):
 
 
 class StepStates:
-    """What the state layers read and write in one step.
+    """The states that the state layers read and write in one step.
 
     Args:
         source: `[B]`, the slot of each row before the step; -1 for a row without tokens.
@@ -96,7 +96,7 @@ class StepStates:
             raise LayerWritesError(f"step: state layers {', '.join(missing)} wrote nothing")
 
     def kept(self, accepted: Ints) -> list[Kept]:
-        """What is to be stored of each layer, which takes memory where it is not all as it came.
+        """Returns the states to store, by layer; it takes memory where not all are stored as given.
 
         Args:
             accepted: `[B]`, tokens kept of each row; a row that keeps none stays as it was.

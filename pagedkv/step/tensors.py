@@ -26,7 +26,7 @@ from .device_tables import DeviceTables
 
 
 class StepTensors:
-    """What attention kernels read of a step, made where it is first asked for.
+    """The tensors of a step that attention kernels read, made when they are first asked for.
 
     Attributes:
         num_new: `[B]`, new tokens of each sequence (host).
@@ -63,7 +63,7 @@ class StepTensors:
         self._width = int((tables.num_pages[plan.rows] - evicted).max())
 
     def _parts(self, tokens: Tensor | None) -> tuple[list[npt.NDArray[Any]], bool]:
-        """What is sent to a device, and whether all ids are among it."""
+        """Returns the arrays to send to a device, and whether all ids are among them."""
         plan, tables = self._plan, self._tables
         where = tables.changed.places()
         pages = tables.tables.reshape(-1)[where]
@@ -261,7 +261,7 @@ class StepTensors:
         self._memo[key] = value
 
     def kept(self, key: Any) -> Any:
-        """What was kept, or None."""
+        """Returns what `keep` was given under a key, or None."""
         return self._memo.get(key)
 
     def require_open(self) -> None:

@@ -58,7 +58,7 @@ class VirtualRegion:
         self.pages = pages
 
     def release(self, first: int, stop: int) -> None:
-        """Nothing: device memory does not come back by itself when it is written."""
+        """Does nothing: device memory does not come back by itself when it is written."""
 
     def _between(self, few: int, many: int) -> list[range]:
         """Chunks, a run for each row, that only the larger number of pages takes."""
@@ -67,7 +67,7 @@ class VirtualRegion:
         return [range(row + start, row + stop) for row in rows] if stop > start else []
 
     def _taken(self, pages: int) -> int:
-        """Chunks of a row that so many pages take."""
+        """Counts the chunks of a row that `pages` pages take."""
         whole = pages and not self._apart
         return self._row if whole else -(-pages * self._page // self._memory.chunk)
 
@@ -133,7 +133,7 @@ class _Memory:
 
 
 def _free(start: int, chunks: int, chunk: int, mapped: set[int], device: torch.device) -> None:
-    """Returns memory and addresses that nobody can reach any more."""
+    """Returns memory and addresses that no tensor uses any more."""
     with contextlib.suppress(RuntimeError):  # a device that failed has nothing to give back
         if torch.cuda.is_current_stream_capturing():
             return  # waiting would spoil the capture; they are lost until the process ends
@@ -166,7 +166,7 @@ def _driver() -> Any:
 
 
 def _call(name: str, *args: Any) -> Any:
-    """What a function of the driver yields; MemoryError where memory or addresses run out."""
+    """Calls a function of the driver; MemoryError if memory or addresses run out."""
     driver = _driver()
     status, *results = getattr(driver, name)(*args)
     if status != driver.CUresult.CUDA_SUCCESS:

@@ -143,7 +143,7 @@ class DenseStorage:
         k, v = (reference.gather_pages(x, ids, 0, tokens) for x in self.layer(layer))
         return k, v
 
-    # Parts: what leaves the pages as bytes and comes back. Whoever carries them knows names and
+    # Parts: what leaves the pages as bytes and comes back. Their carriers know names and
     # axis 1, no more. Pages of one call are of one kind: 0, or 1 for staging pages.
 
     def take_out(
@@ -175,7 +175,7 @@ class DenseStorage:
     def layout(
         self, group: int, kind: int, pages: int, page_size: int
     ) -> dict[str, tuple[torch.dtype, list[int]]]:
-        """Dtype and shape of the parts of so many pages."""
+        """Returns dtype and shape of the parts of `pages` pages."""
         laid = {}
         for name, tensor in self._parts(group, kind).items():
             layers, _, heads, size, *rest = tensor.shape
@@ -206,11 +206,11 @@ class DenseStorage:
         return laid
 
     def statics(self, group: int) -> Parts:
-        """What the bytes of all pages of a group depend on: static scales, `[L, G]` each."""
+        """Returns the static scales of a group, on which all its bytes depend, `[L, G]` each."""
         return {}
 
     def adopt(self, group: int, parts: Parts, statics: Parts) -> tuple[Parts, Parts]:
-        """Parts of another storage, with its statics, as parts of this one; its statics then."""
+        """Returns parts of another storage, with its statics, as parts and statics of this one."""
         return parts, {}
 
     def set_statics(self, group: int, statics: Parts) -> None:
@@ -266,7 +266,7 @@ def _most_tokens(
 
 
 def _page_kernels(backend: str) -> Any:
-    """What copies and codes whole pages: `copy_pages`, `encode_pages`, `decode_pages`."""
+    """Returns the backend whose functions copy and code whole pages."""
     if backend == "torch":
         return torch_kernels
     return import_module(f"pagedkv.kernels.{backend}.backend")

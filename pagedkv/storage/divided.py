@@ -21,7 +21,7 @@ from .placement import Placement
 
 
 class DividedStorage(DenseStorage):
-    """The pages of all layers, for whoever moves whole pages; a layer's call asks its own device.
+    """The pages of all layers, for callers that move whole pages; layers ask their own device.
 
     Args:
         make: makes the storage of some layers on a device.
@@ -127,7 +127,7 @@ class DividedStorage(DenseStorage):
 
 
 def _chosen(parts: Parts, layers: list[int]) -> Parts:
-    """What parts hold of some layers of their group."""
+    """Returns the parts of some layers of a group."""
     return {name: part[layers] for name, part in parts.items()}
 
 

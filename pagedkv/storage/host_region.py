@@ -40,7 +40,7 @@ class LazyRegion:
         nbytes = layers * self._layer
         self._address = _reserve(nbytes)
         buffer = (ctypes.c_char * nbytes).from_address(self._address)
-        # The tensor holds the buffer; at exit somebody may still read.
+        # The tensor holds the buffer; at exit other code may still read it.
         weakref.finalize(buffer, _libc().munmap, self._address, nbytes).atexit = False
         self._layers = range(0, nbytes, self._layer)
         self.tensor = torch.frombuffer(buffer, dtype=torch.uint8).view(dtype).view(shape)
@@ -82,7 +82,7 @@ class LazyRegion:
                 yield start, stop
 
     def _start_of_next(self, layer: int) -> int:
-        """What belongs to the next layer, once it has a page, or the end."""
+        """Returns where the system's page with the next layer begins, or the end."""
         after = layer + self._layer
         return _up(after) if after == self._layers.stop else _down(after)
 

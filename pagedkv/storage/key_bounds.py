@@ -1,7 +1,7 @@
-"""What queries choose pages by: the range of each page's keys, in every layer and channel.
+"""Bounds of each page's keys, by layer and channel; queries choose pages by them.
 
-4-bit K says it in its scales. Other formats keep it beside the pages, `[L, N, G, D, 2]`, and write
-it when a page is complete; until then a page is among the newest, which are always read.
+4-bit K has them in its scales. Other formats keep them beside the pages, `[L, N, G, D, 2]`, and
+write them when a page is complete; until then a page is among the newest, which are always read.
 """
 
 from __future__ import annotations

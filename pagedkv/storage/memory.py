@@ -89,10 +89,10 @@ class Region(Protocol):
     ) -> None: ...
 
     def cost(self, pages: int) -> int:
-        """Bytes that are not taken yet and that so many pages would take."""
+        """Returns the bytes that `pages` would take and that are not taken yet."""
 
     def resize(self, pages: int) -> None:
-        """Makes so many pages exist; MemoryError, with everything as before, if they do not fit."""
+        """Makes `pages` pages exist; MemoryError, with everything as before, if they do not fit."""
 
     def release(self, first: int, stop: int) -> None:
         """Gives back memory within free pages, which lose their bytes and stay writable."""
@@ -151,7 +151,7 @@ class PageMemory:
             )
 
     def resize(self, pages: Sequence[int]) -> None:
-        """Makes so many pages of each group exist, in all tensors or in none.
+        """Makes `pages` pages of each group exist, in all tensors or in none.
 
         Raises:
             BudgetExceeded: the memory that this takes is not there.
@@ -204,7 +204,7 @@ class PageMemory:
 
 
 def _kind(device: torch.device) -> type[Region]:
-    """What makes growing tensors on a device."""
+    """Returns the class that makes growing tensors on a device."""
     if device.type == "cpu" and os.name == "posix":
         from .host_region import LazyRegion
 
@@ -239,7 +239,7 @@ def tokens_that_fit(
     where: torch.device | Placement,
     beside: Callable[[CacheConfig], CacheConfig] | None = None,
 ) -> int:
-    """A `max_tokens` for a cache whose size nobody said, which fits on each of its devices.
+    """Returns a `max_tokens` that fits on each device, for a cache that was given none.
 
     On a CPU a quarter of what is free, committed only as it is used; on a card all that is free
     but a tenth; at most 2**20. Half of that where recurrent states need room as well.
@@ -267,7 +267,7 @@ def tokens_that_fit(
 
 
 def states_that_fit(config: CacheConfig, placement: Placement) -> int:
-    """A `max_states` for a cache of which nobody said it; 0 without states.
+    """Returns a `max_states` for a cache that was given none; 0 without states.
 
     Two for each sequence, its own and a checkpoint, as far as there is room: with fewer, sequences
     take turns and prefixes are computed again.
@@ -282,7 +282,7 @@ def states_that_fit(config: CacheConfig, placement: Placement) -> int:
 
 
 def _room(device: torch.device) -> int:
-    """Bytes for a cache whose size nobody said; processes of one launcher share a host's memory."""
+    """Returns bytes for a cache of no given size; processes of one launcher share the host's."""
     if device.type != "cpu":
         return available_memory(device)
     return available_memory(device) // (4 * int(os.environ.get("LOCAL_WORLD_SIZE", 1)))

@@ -35,7 +35,7 @@ class Marks(NamedTuple):
 
 
 def _period(new: Ints) -> Ints:
-    """The period, in steps, at which rows with so many new tokens are watched."""
+    """Returns the period, in steps, at which rows with `new` tokens are watched."""
     return np.maximum(1, EVERY // np.maximum(1, new))
 
 

@@ -25,8 +25,8 @@ from .dense import DenseStorage, Parts
 # The first write's largest element goes here at most, of 448 that e4m3 holds: that may have been
 # one weak token, and what follows must not saturate. Below are eleven octaves of full precision.
 HEADROOM = 32.0
-# Of heads that nothing but zeros and what is no number was written to: no power of two, as scales
-# that are set are. Not zero: kernels divide by it.
+# The scale of heads to which no finite number but zeros was written: scales that are set are powers
+# of two, and this is none. Not zero: kernels divide by it.
 UNSET = 1.5
 
 
@@ -43,7 +43,7 @@ class QuantizedStorage(DenseStorage):
         self._members = config.groups
         static = any(format.static for format in config.formats)
         self._uncalibrated = set(range(config.num_layers)) if static else set()
-        # In host memory, where the device says of layers that all their scales are set.
+        # In host memory: the device writes here which layers have all their scales.
         on_card = self.device.type == "cuda"
         with torch.inference_mode(False):
             self._calibrated = torch.zeros(
@@ -229,7 +229,7 @@ class QuantizedStorage(DenseStorage):
             if of.staging is not None:
                 yield of.staging, pages[pages >= count] - count, math.nan
                 if first_slot:
-                    continue  # coded as a whole: its last slots are valid, if nobody's
+                    continue  # coded as a whole: its last slots are valid, even without an owner
             mine = pages[pages < count]
             if of.format.dense:
                 yield of.data, mine, math.nan

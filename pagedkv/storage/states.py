@@ -72,7 +72,7 @@ class StateStorage:
     def read(self, layer: int, slots: Ints) -> list[Tensor]:
         """Copies of the states in some slots, zeros for slot -1: `[n, *shape]` each."""
         donated, where = self._donated.pop(layer, ([], b""))
-        # Outside of inference mode nobody could write into tensors that were made in it.
+        # Tensors that are made in inference mode cannot be written to outside of it.
         ours = donated and donated[0].is_inference() <= torch.is_inference_mode_enabled()
         if ours and where == slots.tobytes():
             return donated

@@ -30,10 +30,10 @@ def measure_link(checkpoint: Checkpoint, device: torch.device) -> float:
 
 
 def measure_experts(checkpoint: Checkpoint, nbytes: int) -> float:
-    """GB/s of reading so many bytes at a time, here and there, as experts are read on a CPU.
+    """Measures GB/s of reading `nbytes` at a time, here and there, as a CPU reads experts.
 
-    Into memory that is there, as that of experts that go is; or, for tensors so small that their
-    memory does not move, into memory that the system makes as they arrive.
+    It reads into memory that is there, as that of experts that go is; for tensors so small that
+    their memory does not move, it reads into memory that the system makes as they arrive.
 
     Args:
         nbytes: of the largest tensor of an expert.
@@ -51,7 +51,7 @@ def measure_experts(checkpoint: Checkpoint, nbytes: int) -> float:
 
 
 def _unpacked(checkpoint: Checkpoint, gbps: float) -> float:
-    """GB/s of weights in memory, where files are read at so many."""
+    """Returns GB/s of weights in memory, if files are read at `gbps`."""
     for packed in packed_in(checkpoint).values():
         sizes = [nbytes for *_, nbytes in packed.parts(0)]
         raw = [torch.zeros(size, dtype=torch.uint8, device="cpu") for size in sizes]

@@ -81,7 +81,7 @@ class EmbeddingRows:
 
 
 def head_units(store: WeightStore, head: TensorSite, name: str, rows: int) -> list[Unit]:
-    """Blocks of so many rows of a head.
+    """Returns the blocks of a head, `rows` rows each.
 
     Raises:
         UnsupportedModelError: the head is no plain linear map over rows of one tensor.

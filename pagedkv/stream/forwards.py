@@ -249,7 +249,7 @@ class Passes:
         return -inf if self._read_all_in == self._turns.count else STEADY * self._most_alone
 
     def _bind_all(self, index: int, experts: Experts) -> Ring:
-        """Puts all experts of a module into its tensors, from a ring of such units."""
+        """Binds all experts of a module to its tensors; a second ring brings them."""
         self._places.give_back()
         if self._all_experts is not None and self._read_all_in != self._turns.count:
             self._all_experts.cyclic = True  # a second pass in a row: there may well be a third

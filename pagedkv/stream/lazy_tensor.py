@@ -116,6 +116,6 @@ def _without_values(func: Any) -> bool:
 
 
 def _name(func: Any) -> str:
-    """What was called, or the attribute that was asked for."""
+    """Returns the name of the function that was called, or of the attribute."""
     slot = func.__name__ in ("__get__", "__set__")
     return str(func.__self__.__name__ if slot else func.__name__)

@@ -50,7 +50,7 @@ class Packed:
         return self.blocks.nbytes + self.scales.nbytes
 
     def parts(self, expert: int) -> list[tuple[TensorRange, int, int]]:
-        """Where the two tensors have an expert: offsets in their files, and bytes."""
+        """Returns where the two tensors have an expert: offsets in their files, and bytes."""
         found = []
         for tensor in (self.blocks, self.scales):
             nbytes = tensor.nbytes // tensor.shape[0]
@@ -76,7 +76,7 @@ class Packed:
             target[:, some].copy_(pairs.view(torch.bfloat16).view(len(index), -1).t())
 
     def places(self, element: int) -> list[tuple[TensorRange, list[int]]]:
-        """Where the two tensors have the byte and the scale of an element of the parameter."""
+        """Returns where the two tensors have the byte and the scale of an element."""
         _, inside, out = self.shape
         expert, rest = divmod(element, inside * out)
         row, column = divmod(rest, out)
@@ -88,7 +88,7 @@ class Packed:
         ]
 
     def element(self, element: int, byte: int, scale: int) -> Tensor:
-        """An element of the parameter, of its byte and scale."""
+        """Computes an element of the parameter from its byte and scale."""
         row = element // self.shape[2]  # the number of rows of an expert is even
         return _pairs()[scale << 8 | byte].view(1).view(torch.bfloat16)[row % 2]
 

@@ -36,7 +36,7 @@ from .weights import Unit, WeightStore
 
 @dataclass(frozen=True)
 class Wanted:
-    """Which weights are to stay where.
+    """The weights that are to stay on the device or in host memory.
 
     Attributes:
         resident: layers that stay on the device.
@@ -209,7 +209,7 @@ class Places:
         return sites
 
     def _of_module(self, module: nn.Module, files: ExpertFiles, slots: int, number: int) -> Experts:
-        """What brings the experts of a module."""
+        """Makes the object that brings the experts of a module."""
         if self._staging is None:
             needed = mappings_of(files.places(files.count, 1)[0])
             moves = needed <= self._mappings

@@ -26,11 +26,11 @@ class PassBar:
         self._bar: tqdm | None = None
 
     def begin(self) -> None:
-        """A pass begins."""
+        """Notes that a pass begins."""
         self.done, self._begun = 0, perf_counter()
 
     def step(self) -> None:
-        """A layer computes."""
+        """Notes that a layer computes; shows the bar if the pass takes long."""
         self.done += 1
         if self._bar is not None:
             self._bar.update()
@@ -41,7 +41,7 @@ class PassBar:
             )
 
     def end(self) -> None:
-        """The pass is over, or has failed."""
+        """Notes that the pass is over, or has failed."""
         if self._bar is not None:
             self._bar.close()
             self._bar = None

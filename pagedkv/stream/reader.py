@@ -57,7 +57,7 @@ class FileReader:
         files = sorted({tensor.file for tensor in checkpoint.tensors.values()})
         self._numbers = {file: number for number, file in enumerate(files)}
         self._files: list[int] = []
-        weakref.finalize(self, _close, self._files)  # of a streamer that nobody closed
+        weakref.finalize(self, _close, self._files)  # of a streamer that was never closed
         self._stamps: list[_Stamp] = []
         self._samples: list[bytes] = []
         try:
@@ -180,7 +180,7 @@ def _close(files: list[int]) -> None:
 
 
 class _Stamp(NamedTuple):
-    """What a write to a file changes; no program can set the last one."""
+    """The facts about a file that a write changes; no program can set the last one."""
 
     size: int
     written: int

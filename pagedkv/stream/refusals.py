@@ -1,4 +1,4 @@
-"""What is refused of a streamed model: other weights than its files', and all of them at once."""
+"""Refuses uses of a streamed model that need all weights at once, or others than its files'."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pagedkv.errors import StreamError, UnsupportedModelError
 from .forwards import models_in
 from .lazy_tensor import Absent
 
-# Arguments that have transformers load other files than those it loads by itself.
+# Arguments that make transformers load other files than it does by default.
 OTHER_WEIGHTS = "variant", "subfolder", "gguf_file", "use_safetensors"
 
 

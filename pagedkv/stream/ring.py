@@ -178,7 +178,7 @@ class Ring:
             self._start()
 
     def _start(self) -> None:
-        """Starts a reader thread, also where an interrupt came before it ran."""
+        """Starts the reader thread if it does not run, as after an interrupt."""
         if self._reader is None:
             self._reader = threading.Thread(target=self._read_ahead, name="pagedkv", daemon=True)
         if self._reader.ident is None:

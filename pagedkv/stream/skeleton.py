@@ -212,7 +212,7 @@ def _some(names: list[str]) -> str:
 
 
 def _other_class(config: Any, cls: Any) -> str:
-    """What to do about tensors of a tower that the class for text alone does not take."""
+    """Returns advice for tensors of a tower that the class for text alone does not take."""
     other = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING.get(type(config), cls)
     return "" if other is cls else f"; images=True opens it as {other.__name__}"
 

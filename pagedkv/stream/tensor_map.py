@@ -1,4 +1,4 @@
-"""Which tensors of a checkpoint become which tensors of a model, by transformers' own conversion.
+"""Maps tensors of a checkpoint to tensors of a model, by transformers' own conversion.
 
 Tensors that are only renamed, stacked or joined are pieces of files (`Copy`), others are made by
 operations (`Conversion`). Nothing is read here but headers.

@@ -1,4 +1,4 @@
-"""Who owns which page after each event of a trace, and whether that adds up.
+"""Follows which sequence owns which page after each event of a trace, and checks the sums.
 
 A trace tells twice who owns a page: by the tables of sequences, and by the references that the pool
 counts. One can be held against the other, and live, cached and free pages against all there are.
@@ -102,7 +102,7 @@ class Books:
         self.new = self.named = self.evicted = self._held = self.refs[:0]
         self.kept = 0
         self.counts: dict[str, Ints] = {}
-        header["existing"], header["free"], header["cached"]  # which have to be told
+        header["existing"], header["free"], header["cached"]  # raises if one is missing
         self._count(header)
 
     # ------------------------------------------------------------------ events
@@ -217,7 +217,7 @@ class Books:
         return np.concatenate([self.refs[:0], *parts]), np.repeat(owner, sizes)
 
     def _wrong(self) -> str:
-        """What contradicts itself; empty if nothing does."""
+        """Describes what contradicts itself; empty if nothing does."""
         owners = np.bincount(np.append(self.entries()[0], self._held), minlength=self.refs.size)
         if (owners != self.refs).any():
             page = int((owners != self.refs).argmax())
@@ -237,7 +237,7 @@ class Books:
         return ""
 
     def stats(self) -> Counts:
-        """What `PagedKVCache.stats` said when the latest event had ended."""
+        """Returns what `PagedKVCache.stats` said when the latest event had ended."""
         return Counts(
             pages=int(self.counts["existing"].sum()),
             live=int((self.refs > 0).sum()),

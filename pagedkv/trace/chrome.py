@@ -25,7 +25,7 @@ def chrome(history: History) -> str:
 
 
 def _named(pid: int, name: str, tid: int | None = None) -> dict[str, object]:
-    """What a group of tracks is called, or one track of it."""
+    """Returns the event that names a group of tracks, or one track of it."""
     kind = {"name": "process_name"} if tid is None else {"name": "thread_name", "tid": tid}
     return {"ph": "M", "pid": pid, **kind, "args": {"name": name}}
 

@@ -1,4 +1,4 @@
-"""What every page was in every step of a trace, as runs of steps in which nothing changed."""
+"""The history of every page of a trace, as runs of steps in which nothing changed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .read import Event, Trace
 # again: to the host, or to a policy.
 FREE, LIVE, CACHED, OFFLOADED, EVICTED = range(5)
 MOST_RUNS = 1 << 24  # a gigabyte; a line can change every page, so a small file asks for any
-TOLD = 12  # of the events before a step, so many are told of by the page
+TOLD = 12  # events before a step that the page shows
 
 
 @dataclass(slots=True)

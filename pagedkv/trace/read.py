@@ -70,7 +70,7 @@ class Trace:
             yield number, event
 
     def _lines(self) -> Iterator[bytes]:
-        """The lines that end; of what stands behind the last end it is noted that it is there."""
+        """Yields whole lines, and notes whether something stands behind the last of them."""
         with open(self.path, "rb") as raw:
             packed = raw.peek(2)[:2] == b"\x1f\x8b"
             file = cast(BinaryIO, gzip.GzipFile(fileobj=raw)) if packed else raw

@@ -221,7 +221,7 @@ def test_the_log_sum_exp_is_natural_and_counts_what_is_seen():
 
 
 def test_halves_of_the_keys_merge_by_their_log_sum_exps():
-    """What a shared prefix, or a split, relies on."""
+    """A shared prefix relies on this, and so do splits."""
     sizes = Sizes(dim=16)
     t = text(sizes, 40, seed=3)
     cut = 24

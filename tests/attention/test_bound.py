@@ -1,4 +1,4 @@
-"""What a layer launches is bound for the layers after it, and they compute the same bits."""
+"""Launches of a layer are bound for the layers after it, which compute the same bits."""
 
 import pytest
 import torch

@@ -25,7 +25,7 @@ STEPS = {"prompt": [(0, 12)], "decode": [(11, 1)], "ragged": [(11, 1), (8, 1)], 
 
 
 def attended(backend, config, rows, parts):
-    """What the last step of all rows attends to, one `[new, H, D]` each."""
+    """Returns the attention of all rows in their last step, one `[new, H, D]` each."""
     cache = PagedKVCache(config, device="cpu", backend=backend)
     seqs = [cache.add() for _ in rows]
     before = [past for past, _ in rows]

@@ -16,7 +16,7 @@ H, G, D = 6, 2, 16
 
 
 def outputs(backend, rows, prefix, new):
-    """What `rows` forks of a prefix attend to, and how they are planned."""
+    """Returns the attention of `rows` forks of a prefix, and how they are planned."""
     config = CacheConfig(1, G, D, "float32", max_tokens=4096, page_size=4)
     cache = PagedKVCache(config, device="cpu", backend=backend)
     drawn = torch.Generator().manual_seed(0)

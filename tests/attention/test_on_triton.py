@@ -1,4 +1,4 @@
-"""What the Triton backend refuses through the public calls leaves the pages as they were."""
+"""Calls that the Triton backend refuses leave the pages as they were."""
 
 import numpy as np
 import pytest

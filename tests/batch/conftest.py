@@ -1,4 +1,4 @@
-"""What the tests of batches run under, and the model most of them generate with."""
+"""Fixtures for tests of batches, and the model that most of them generate with."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What the tests of `BatchGenerator` share: `generate` for one prompt alone, and the comparison."""
+"""Helpers for tests of `BatchGenerator`: `generate` for one prompt alone, and the comparison."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def generator(model: PreTrainedModel, tokenizer: Any = None, **fields: Any) -> B
 
 
 def alone(model: PreTrainedModel, prompt: Any, seed: int = 0, **options: Any) -> Any:
-    """What `generate` returns for one prompt by itself, with scores."""
+    """Runs `generate` for one prompt by itself, with scores."""
     torch.manual_seed(seed)
     return generate(model, padded([torch.as_tensor(prompt)]), **options)
 

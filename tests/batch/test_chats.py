@@ -1,4 +1,4 @@
-"""What a caller tells the template of chat messages: tools, thinking, how the prompt ends."""
+"""Options for the template of chat messages: tools, thinking, how the prompt ends."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What a prompt with images may be; one that is wrong is its own row's error."""
+"""Prompts with images; a wrong one is its own row's error."""
 
 import re
 

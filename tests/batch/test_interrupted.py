@@ -331,7 +331,7 @@ def test_rows_that_are_run_from_within_a_step_are_refused_and_hold_nothing(model
 
 
 def ended_in_time(job):
-    """What a function returns that might wait for ever."""
+    """Returns the result of a function that might wait for ever."""
     found = []
     thread = Thread(target=lambda: found.append(job()), daemon=True)
     thread.start()

@@ -1,4 +1,4 @@
-"""Which models a generator takes, and what it says of others before any of their forwards."""
+"""A generator takes models or refuses them, before any of their forwards."""
 
 import re
 

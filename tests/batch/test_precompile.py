@@ -39,7 +39,7 @@ def over_triton(model, **fields):
 
 
 def launched(generator):
-    """What a job launches whose rows share a prefix, fork, wait for each other and verify."""
+    """Returns the launches of a job whose rows share a prefix, fork, wait and verify."""
     shared = list(range(5, 105))
     prompts = [[*shared, 7, 8], [*shared, 9], [*shared, 10, 11], [3, 4, 5] * 9, [4]]
     options = {"max_new_tokens": 18, "num_return_sequences": 2, "do_sample": True}

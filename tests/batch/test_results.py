@@ -1,4 +1,4 @@
-"""What a call's statistics say when they are printed."""
+"""The statistics of a call, as they are printed."""
 
 from dataclasses import fields
 

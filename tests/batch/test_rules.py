@@ -1,4 +1,4 @@
-"""What a row draws, and transformers' rules row by row."""
+"""Draws of rows, and transformers' rules row by row."""
 
 import numpy as np
 import pytest

@@ -39,7 +39,7 @@ def launched_early(monkeypatch):
 
 
 def outcome(model, rows, sizes=None, *, ahead, **options):
-    """What each row got, and the stats, of a generator that runs ahead or not."""
+    """Returns each row's result and the stats of a generator that runs ahead or not."""
     with generator(model, **(sizes or {})) as batched:
         batched._ahead = ahead
         results = batched.generate(rows, **{"do_sample": False, **options})

@@ -187,7 +187,7 @@ def expects_little(join):
 
 
 def forgets(preempt):
-    """Has all be forgotten that a row which is put back could find again."""
+    """Makes `preempt` clear the prefixes, so that a row put back finds nothing again."""
 
     def preempted(running, error):
         preempt(running, error)

@@ -1,4 +1,4 @@
-"""What ends a row."""
+"""Rows end by tokens, strings, criteria, time and length."""
 
 import numpy as np
 import pytest

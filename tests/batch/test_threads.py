@@ -33,7 +33,7 @@ def model_of(family: str):
 
 @cache
 def expected(family: str, sampled: bool):
-    """What each row, and each sample of it, gets by itself."""
+    """Computes each row, and each sample of it, by itself."""
     if not sampled:
         return [[alone(model_of(family), row, **PLAIN)] for row in ROWS]
     own = {name: SAMPLED[name] for name in ("max_new_tokens", "do_sample")}

@@ -70,7 +70,7 @@ def oracle(monkeypatch):
 
 @pytest.fixture
 def steps_made(monkeypatch):
-    """Of every step: tokens, rows, drafts of each decoding row."""
+    """Notes of every step: tokens, rows, drafts of each decoding row."""
     made = []
     logits = StepRunner._logits
 

@@ -40,7 +40,7 @@ def test_a_layer_of_the_delta_rule_is_checked_before_it_is_timed(monkeypatch) ->
 
 @pytest.mark.slow
 def test_variants_are_listed_and_found_by_calls(tmp_path: Path, forked) -> None:
-    """What is compiled ahead is what a call with tensors of real sizes asks for."""
+    """Kernels compiled ahead are those that a call with tensors of real sizes asks for."""
     program = """
 from functools import partial
 import pathlib

@@ -22,7 +22,7 @@ def cell(id: str, flops: int, **microseconds: float) -> dict[str, Any]:
 
 @pytest.fixture
 def data() -> dict[str, Any]:
-    """What `benchmarks.gpu.run` saves."""
+    """Returns a file as `benchmarks.gpu.run` saves it."""
     ceilings = {"read_gbs": 4000.0, "matmul_tflops": 667.0}
     machine = {"device": "a card", "date": "2026-11-21", "commit": "abc"}
     run = {"machine": machine, "correctness": "passed", "ceilings": ceilings}

@@ -53,7 +53,7 @@ class StoredWorld(world.World):
 
 
 def stored_walks(patch: pytest.MonkeyPatch, case: Case, folder: Path) -> Callable[[], StoredWorld]:
-    """What makes worlds one after another over a folder, small pieces in its files."""
+    """Returns a maker of worlds over one folder, with small pieces in its files."""
     patch.setattr("pagedkv.saving.pieces.TOKENS", case.config.page_size)
     patch.setattr("pagedkv.saving.store.TRUSTED_S", 0.0)
     patch.setattr(world, "PagedKVCache", partial(PagedKVCache, prefix_store=folder))

@@ -1,4 +1,4 @@
-"""What a cache is refused before any of its memory is taken."""
+"""A cache is refused before any of its memory is taken."""
 
 import re
 
@@ -21,7 +21,7 @@ def test_more_bytes_than_there_is_memory_are_refused_before_anything_is_allocate
 
 
 def test_tables_for_which_there_is_no_memory_are_refused_before_they_are_made():
-    """Of pages that are small, or come as they are needed, tables take more than the pages."""
+    """If pages are small, or come as they are needed, tables take more memory than the pages."""
     config = CacheConfig(1, 1, 1, "float16", max_tokens=2**31 - 16, growth_step=16)
     with pytest.raises(
         BudgetExceeded, match="tables for 2147483632 tokens, 256 sequences"

@@ -1,4 +1,4 @@
-"""What `stats` counts, and that nothing leaks."""
+"""`stats` counts right, and nothing leaks."""
 
 import random
 

@@ -68,7 +68,7 @@ SERVED = {
 
 
 def run(config: CacheConfig, device, steps: int) -> list[torch.Tensor]:
-    """What every layer attends to in a few steps, and what is stored behind them, on the host."""
+    """Returns every layer's attention in a few steps, and the bytes stored behind them."""
     source = torch.Generator().manual_seed(1)
     cache = PagedKVCache(config, device=device, debug=True)
     prompt, other = cache.add(TEXT), cache.add()

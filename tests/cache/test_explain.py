@@ -1,4 +1,4 @@
-"""What `explain` says of a prompt: how much `add` would find, and what keeps it from more."""
+"""`explain` says how much of a prompt `add` would find, and what keeps it from more."""
 
 import random
 

@@ -156,7 +156,7 @@ def test_a_file_in_place_of_a_folder_is_refused_by_name(tmp_path):
 
 
 def refuse_writes(monkeypatch, number):
-    """Has every file that is begun end in an error of the system."""
+    """Makes every file that is begun end in an error of the system."""
     begin = os.open
 
     def refused(path, flags, *args, **options):

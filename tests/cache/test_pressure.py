@@ -1,4 +1,4 @@
-"""What a user may do before pages run out."""
+"""A user can make room before pages run out."""
 
 import pytest
 

@@ -66,7 +66,7 @@ def test_no_step_waits_for_the_device(kind, devices):
 
 
 def _without_backend(waited):
-    """What counts on a card, whose backend is the other one."""
+    """Returns the waits that count on a card, whose backend is the other one."""
     return {name: n for name, n in waited.items() if not name.startswith("kernels/torch/backend")}
 
 

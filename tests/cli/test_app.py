@@ -1,4 +1,4 @@
-"""What is said before anything is computed: info, help, and what is missing."""
+"""The command's answers before anything is computed: info, help, and what is missing."""
 
 from importlib.metadata import version
 from pathlib import Path

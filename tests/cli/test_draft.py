@@ -15,7 +15,7 @@ OPTIONS = ("-n", 12, "--page-size", 4)
 
 
 def of(result):
-    """What a command said, in one line."""
+    """Returns a command's messages in one line."""
     return " ".join(result.stderr.split())
 
 

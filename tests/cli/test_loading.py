@@ -1,4 +1,4 @@
-"""What a model's folder must hold, said before anything is computed."""
+"""A model's folder is checked before anything is computed."""
 
 import shutil
 

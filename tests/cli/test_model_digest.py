@@ -1,4 +1,4 @@
-"""Which model a folder holds: what is noticed of its files, and what does not matter."""
+"""The digest of a model's folder: which changes of its files it notices, and which not."""
 
 import json
 import os

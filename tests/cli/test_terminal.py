@@ -1,4 +1,4 @@
-"""What a person sees: the command in a terminal of 100 x 34, replayed byte by byte."""
+"""The command in a terminal of 100 x 34, replayed byte by byte, as a person sees it."""
 
 import fcntl
 import os
@@ -111,7 +111,7 @@ def job(model):
 
 @pytest.fixture(scope="module")
 def texts(pagedkv, job):
-    """What the command writes into a pipe."""
+    """Returns the command's output into a pipe."""
     return pagedkv(*job).stdout
 
 

@@ -55,7 +55,7 @@ def ranks(start, tmp_path):
 
 
 def ended(processes) -> tuple[str, str]:
-    """What the first process wrote; the others wrote nothing, and all ended with the same code."""
+    """Returns the first process's output; the others wrote nothing, all ended with one code."""
     outputs = [process.communicate(timeout=SECONDS) for process in processes]
     said = [(out.decode(), error.decode()) for out, error in outputs]
     assert len({process.returncode for process in processes}) == 1, said
@@ -64,7 +64,7 @@ def ended(processes) -> tuple[str, str]:
 
 
 def refused(processes) -> str:
-    """What is said of a command of which nothing was run."""
+    """Returns the message of a command that was refused before it ran anything."""
     stdout, stderr = ended(processes)
     assert {process.returncode for process in processes} == {2}, stderr
     assert stdout == ""

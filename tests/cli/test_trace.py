@@ -55,7 +55,7 @@ def test_what_is_no_trace_is_refused_by_name(pagedkv, generate, tmp_path):
 
 
 def test_a_job_goes_on_beside_a_trace_of_its_beginning(generate, tmp_path, rows):
-    """What a trace is called, and whether there is one, changes no answer and hinders no resume."""
+    """The name of a trace, and whether there is one, changes no answer and hinders no resume."""
     out = tmp_path / "out.jsonl"
     generate("abcd", "-o", out, "--trace", tmp_path / "a.trace")
     assert "has 1 of 1 prompts" in " ".join(generate("abcd", "-o", out).stderr.split())

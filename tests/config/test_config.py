@@ -1,4 +1,4 @@
-"""What a `CacheConfig` is made of, and what it says of what it cannot be made of."""
+"""`CacheConfig` takes what can be a cache, and says why it refuses the rest."""
 
 import copy
 import pickle

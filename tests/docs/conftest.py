@@ -1,4 +1,4 @@
-"""What the blocks of a page find when they run: a model, its tokenizer, prompts."""
+"""The namespace in which the blocks of a page run: a model, its tokenizer, prompts."""
 
 from collections.abc import Callable
 from pathlib import Path

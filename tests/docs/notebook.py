@@ -34,7 +34,7 @@ def printed(cell: dict[str, Any]) -> str:
 
 
 def run(notebook: dict[str, Any], model: str | Path) -> list[tuple[str, list[str]]]:
-    """What each code cell prints, and what transformers and Python warn of."""
+    """Runs the code cells; returns what each prints, and warnings of transformers and Python."""
     names: dict[str, object] = {"__name__": "__main__"}
     first, *others = ("".join(cell["source"]) for cell in code_cells(notebook))
     assert "%pip install" in first

@@ -1,4 +1,4 @@
-"""What the pages say of themselves: blocks are tagged, files that they name and link to exist."""
+"""Checks of the pages themselves: blocks are tagged; files that they name and link to exist."""
 
 import re
 from collections import Counter

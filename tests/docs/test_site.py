@@ -78,7 +78,7 @@ def test_every_page_stands_in_the_navigation():
 
 
 def _anchors(page: Path) -> set[str]:
-    """What headings can be linked to by, on GitHub and on the site alike."""
+    """Returns the anchors of headings, which are alike on GitHub and on the site."""
     text = re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.M | re.S)
     titles = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
     return {re.sub(r"[^\w -]", "", title).lower().replace(" ", "-") for title in titles}

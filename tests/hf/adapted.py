@@ -57,7 +57,7 @@ class BaseTuner(nn.Module):
 
 
 class LooksLikePeft(nn.Module):
-    """What `get_peft_model` returns, as far as it concerns us."""
+    """Stands for the result of `get_peft_model`, as far as it concerns us."""
 
     def __init__(self, model: nn.Module, name: str) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What the tests of the transformers integration run under."""
+"""Fixtures for tests of the transformers integration."""
 
 import pytest
 

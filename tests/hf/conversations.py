@@ -54,7 +54,7 @@ def encoded(model: PreTrainedModel, rows: list[Row], shown: str = "all") -> dict
 
 
 def answers(model: PreTrainedModel, batch, cache=None, new: int = 5, **options):
-    """What `generate` adds to each row, none of it an image's token, and the scores it chose by."""
+    """Returns the tokens that `generate` adds to each row, none of an image, and their scores."""
     never = {value for name, value in vars(model.config).items() if name.endswith(NAMES)}
     options["suppress_tokens"] = sorted(x for x in never if isinstance(x, int) and x > 1)
     found = generate(model, batch, cache, max_new_tokens=new, **options)
@@ -62,7 +62,7 @@ def answers(model: PreTrainedModel, batch, cache=None, new: int = 5, **options):
 
 
 def alone(model: PreTrainedModel, row: Row, **options):
-    """The same of a row by itself, over a cache of transformers' own."""
+    """Answers a row by itself, over a cache of transformers' own."""
     said, scores = answers(model, encoded(model, [row]), **options)
     return said[0], [step[0] for step in scores]
 

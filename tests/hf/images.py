@@ -14,7 +14,7 @@ NESTED = {"idefics2", "idefics3", "smolvlm"}  # a row has several images
 
 
 def looking(model: PreTrainedModel, *texts: Tensor) -> dict[str, Tensor]:
-    """The same for a type whose processor cuts nothing: rows of one square image each."""
+    """Encodes rows of one square image each, for a type whose processor cuts nothing."""
     vision = model.config.vision_config
     size = vision.image_size if isinstance(vision.image_size, int) else vision.image_size[0]
     shape = len(texts), getattr(vision, "num_channels", 3), size, size

@@ -1,4 +1,4 @@
-"""What the tests of all modes of `generate` share: the models, and both ways to run them."""
+"""Helpers for tests of all modes of `generate`: the models, and both ways to run them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def made(family: str) -> PreTrainedModel:
 
 
 def paged(model: PreTrainedModel, batch, cache: PagedCache | None = None, **options) -> Tensor:
-    """What `generate` returns over a cache, which is whole afterwards."""
+    """Runs `generate` over a cache, which must be whole afterwards."""
     torch.manual_seed(5)
     with cache or PagedCache(model, **SIZES) as cache:
         found = generate(model, batch, **named(cache), **options).sequences
@@ -37,7 +37,7 @@ def paged(model: PreTrainedModel, batch, cache: PagedCache | None = None, **opti
 
 
 def own(model: PreTrainedModel, batch, **options) -> Tensor:
-    """The same over the model's own cache."""
+    """Runs `generate` over the model's own cache."""
     torch.manual_seed(5)
     return generate(model, batch, **options).sequences
 

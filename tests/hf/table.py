@@ -44,7 +44,7 @@ OPEN = ("not judged, because",)
 
 
 class Verdict(NamedTuple):
-    """What became of a type.
+    """The result of trying a type.
 
     Attributes:
         header: of the table it belongs to.
@@ -105,7 +105,7 @@ def _cell(refused: str | None, served: str = "yes") -> str:
 
 
 def taken(kind: str) -> str:
-    """What `BatchGenerator` takes of an image-text type: images where these were tried."""
+    """Returns the kinds of prompts that `BatchGenerator` takes of an image-text type."""
     if kind not in PICTURED:
         return "text"
     model = seeing_model(kind)
@@ -137,7 +137,7 @@ def streams(kind: str) -> str:
 
 
 def kept(model: Any, config: CacheConfig) -> str:
-    """What layers of a model keep of a text."""
+    """Describes what the layers of a model keep of a text."""
     if any(shape.v_is_k for shape in config.shapes):
         text = "latents"
     elif shared_layers(text_config(model)):
@@ -201,7 +201,7 @@ def _line(*cells: str) -> str:
 
 
 def parsed(text: str) -> dict[str, Verdict]:
-    """What a text between the markers says of each type."""
+    """Reads the verdict on each type from the text between the markers."""
     found = {}
     for header in (SERVED, REFUSED, OPEN):
         head = _line("#", *header, "types")
@@ -218,7 +218,7 @@ def parsed(text: str) -> dict[str, Verdict]:
 
 
 def part(document: str) -> str:
-    """What stands between the markers of a document."""
+    """Returns the part of a document between the markers."""
     return document.partition(BEGIN)[2].partition(END)[0].strip()
 
 

@@ -38,7 +38,7 @@ def model(kind, monkeypatch):
 
 
 def tokens_of(model, rows):
-    """What the model generates by itself, without our pages."""
+    """Generates by the model itself, without our pages."""
     found = []
     for row in rows:
         batch = padded([row])

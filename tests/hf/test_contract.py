@@ -1,4 +1,4 @@
-"""What transformers promises its caches and attention functions, one test per extension point.
+"""Promises of transformers to its caches and attention functions, one test per extension point.
 
 Only transformers is tested here, with stand-ins for our parts. A release that breaks a promise
 fails with a sentence that says which one; `docs/compat.md` says what rests on it.

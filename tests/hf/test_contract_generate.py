@@ -1,4 +1,4 @@
-"""What transformers promises those who run its forwards and its generation rules themselves."""
+"""Promises of transformers to those who run its forwards and its generation rules themselves."""
 
 import inspect
 import types

@@ -1,4 +1,4 @@
-"""What transformers promises of models that see, one test per extension point; see compat.md."""
+"""Promises of transformers about models that see, one test per extension point; see compat.md."""
 
 import pytest
 import torch

@@ -41,7 +41,7 @@ def unpadded(batch):
 
 
 def answers(model, device, **fields):
-    """What `generate` and a `BatchGenerator` make of a batch, on the host."""
+    """Answers a batch by `generate` and by a `BatchGenerator`; returns tokens on the host."""
     given = {name: value.to(device) for name, value in batch().items()}
     with PagedCache(model, **SIZES, **fields) as cache:
         whole = model.generate(**given, **named(cache), **GREEDY)

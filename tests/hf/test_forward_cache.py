@@ -1,4 +1,4 @@
-"""What a forward is asked for and pages cannot do is refused, and the cache goes on."""
+"""A forward that asks for what pages cannot do is refused, and the cache goes on."""
 
 import pytest
 import torch

@@ -258,7 +258,7 @@ def test_cache_touched_in_inference_mode_goes_on_outside(model, inside):
 
 
 def errors_in_bfloat16(family: str) -> tuple[Tensor, Tensor, Tensor]:
-    """What two steps are off by from pages and from transformers' cache; and the true logits."""
+    """Returns errors of two steps from pages and from transformers' cache, and the true logits."""
     model = tiny(family).bfloat16()
     batch = padded(prompts(14, 14))
     exact = tiny(family).double()

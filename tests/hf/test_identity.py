@@ -124,7 +124,7 @@ def test_names_and_ways_of_calling_make_no_other_model():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("size", [7, ROW // 4 + 5, (2 * AT_ONCE["cpu"] + ROW + 12) // 2], ids=str)
 def test_sums_see_every_exchange(size, dtype):
-    """Of words in a row, in a column, far apart; of rows; of numbers that differ by a sign."""
+    """Exchanges words in a row, in a column, far apart; rows; numbers that differ by a sign."""
     model = tiny("llama")
     model.register_buffer("x", torch.randn(size).to(dtype))
     before, found = model.x.clone(), {sums_of(model)}
@@ -192,7 +192,7 @@ def quantised(model):
 
 @pytest.mark.filterwarnings("ignore")  # torch has another way to quantize now
 def test_a_model_that_is_quantised_later_leaves_nothing_in_a_store(tmp_path):
-    """Of the packed weights nothing can be read, so that all such models would look alike."""
+    """Packed weights cannot be read, so all such models would look alike."""
     (row,) = prompts(140)
     for model in (tiny(), tiny()):
         config = cache_config(model, fingerprint=b"the same", **SIZES)

@@ -279,7 +279,7 @@ def test_images_that_have_no_grid_are_given_again(kind):
 
 
 def test_a_turn_that_fails_takes_no_image_for_another(model):
-    """What is prepared for one image and used for the next, if the first never ran."""
+    """If the first turn never ran, the next must not use what was prepared for its image."""
     a, b, _ = texts(6, 5, 4)
 
     def fail(*_):

@@ -28,7 +28,7 @@ def more(batch, text):
 
 
 def further(batch, text):
-    """The same of rows with padding."""
+    """Appends text to rows with padding, without the images."""
     longer, mask = more(batch, text), batch["attention_mask"]
     longer["attention_mask"][:, : mask.shape[1]] = mask
     return longer
@@ -49,7 +49,7 @@ def joined(batches):
 
 
 def whole(model, batch, text):
-    """The same with the images."""
+    """Appends text to a batch's rows, with the images."""
     longer = more(batch, text)
     kinds = (longer["input_ids"] == model.config.image_token_id).int()
     return {**batch, **longer, "mm_token_type_ids": kinds}

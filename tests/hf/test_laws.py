@@ -1,4 +1,4 @@
-"""What no list of models tells: a model of one's own is right, or refused before a token."""
+"""Laws that need no list of models: a model of one's own is right, or refused before a token."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""What a layer of a cache shows of its K and V, and what nobody can do to them."""
+"""A layer of a cache shows its K and V, and lets nobody change them."""
 
 import pytest
 import torch

@@ -98,7 +98,7 @@ def test_answers_to_one_shared_prefix(loaded):
 
 
 def logprobs(model, ids, width):
-    """Of each token behind the first, by transformers, so many tokens at a time."""
+    """Returns each token's log-probability but the first's, by transformers, `width` at a time."""
     cache, found = DynamicCache(config=model.config), []
     with torch.no_grad():
         for part in ids[:-1].split(width):

@@ -218,7 +218,7 @@ def test_a_copy_of_a_model_that_sees_images_is_of_the_class_of_the_model():
 
 
 def test_a_model_that_is_attached_again_keeps_the_positions_that_it_has():
-    """What a thread had while the model was attached before hid what it has seen since."""
+    """Positions of a thread from an earlier attachment once hid those that it saw since."""
     model = seeing_model("qwen2_vl")
     with PagedCache(model, **SIZES):
         model.model.rope_deltas = torch.tensor([[-7]])

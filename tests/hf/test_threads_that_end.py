@@ -189,7 +189,7 @@ def test_a_cache_that_another_thread_closes_within_its_forward_is_closed_behind_
 
 
 def own_loop(model, kv, ids):
-    """What a loop of a user's computes: `[T, vocab]`."""
+    """Computes logits as a user's own loop would: `[T, vocab]`."""
     with BatchGenerator(model, cache=kv) as batched:
         packed = batched._packed
         seq = kv.add()
@@ -272,7 +272,7 @@ def test_a_forward_is_refused_while_another_thread_has_a_step_open_without_the_l
 
 
 def in_child(action) -> str:
-    """What an action raises in a forked child, or returns, which ends there."""
+    """Runs an action in a forked child, which ends there; returns what it raised or returned."""
     read, write = os.pipe()
     child = os.fork()
     if not child:

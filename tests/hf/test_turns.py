@@ -25,7 +25,7 @@ families = pytest.mark.parametrize("family", few(FAMILIES, "llama"))
 
 
 def said(model, batch, cache, **options):
-    """What a turn adds to each row."""
+    """Runs a turn, compares it, and returns what it adds to each row."""
     actual = generate(model, batch, cache, **options)
     assert_same_tokens(actual, generate(model, batch, **options))
     return actual.sequences[:, batch["input_ids"].shape[1] :]

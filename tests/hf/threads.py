@@ -1,4 +1,4 @@
-"""What threads do with caches of their own, held against what the model alone says."""
+"""Threads with caches of their own, compared with the model alone."""
 
 import gc
 from collections.abc import Iterator

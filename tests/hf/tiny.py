@@ -210,7 +210,7 @@ def dense(model: PreTrainedModel) -> DynamicCache:
 
 
 def generate(model: PreTrainedModel, batch: dict[str, Tensor], cache: Any = None, **options: Any):
-    """What `generate` returns, with logits; under the cache's own attention or the model's."""
+    """Runs `generate` under the cache's own attention or the model's; returns logits as well."""
     options = {"max_new_tokens": 10, "do_sample": False, **options}
     if cache is not None:
         options |= named(cache)

@@ -38,7 +38,7 @@ def model(tokenizer) -> Any:
 
 
 def xgrammar(model: Any, tokenizer: Any) -> tuple[Callable[[int], Any], Callable[[str], Any]]:
-    """What makes a processor of the i-th regex, and of a JSON schema."""
+    """Returns makers of processors: of the i-th regex, and of a JSON schema."""
     xgr = pytest.importorskip("xgrammar")
     from xgrammar.contrib.hf import LogitsProcessor
 
@@ -50,7 +50,7 @@ def xgrammar(model: Any, tokenizer: Any) -> tuple[Callable[[int], Any], Callable
 
 
 def outlines(name: str) -> Callable[[Any, Any], Any]:
-    """The same, of a backend of outlines."""
+    """Returns a function like `xgrammar`, for a backend of outlines."""
 
     def make(model: Any, tokenizer: Any) -> tuple[Callable[[int], Any], Callable[[str], Any]]:
         library = pytest.importorskip("outlines")

@@ -16,7 +16,7 @@ A, B = [5, 6, 7, 8, 9], [5, 6, 30, 31]
 
 
 class GRPO:
-    """What a trainer of TRL has that rollouts use; its rollouts are of one turn, or of two."""
+    """Stands for a trainer of TRL, as far as rollouts use it; rollouts have one turn, or two."""
 
     turns = 1
 

@@ -65,7 +65,7 @@ def train(tiny_path, tmp_path):
 
 @torch.no_grad()
 def forward(model: Any, prompts: Any, results: Any) -> list[Any]:
-    """Of each rollout, the log-probabilities that a forward of its whole text gives now."""
+    """Returns the log-probabilities that a forward of each rollout's whole text gives now."""
     found = []
     for prompt, result in zip(prompts, results):
         model.eval()

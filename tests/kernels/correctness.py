@@ -46,7 +46,7 @@ class Case(NamedTuple):
 
     @property
     def title(self) -> str:
-        """What tells it from all others."""
+        """The name that no other case has."""
         return f"{self.group}, {self.name}"
 
 

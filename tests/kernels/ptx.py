@@ -68,7 +68,7 @@ def run(name: str, *args: Any) -> Any:
 
 
 def execute(asm: str, inputs: list[np.ndarray], outputs: int) -> list[np.ndarray]:
-    """What the statements leave in the output registers."""
+    """Executes statements, and returns their output registers."""
     registers: dict[str, Any] = {f"${outputs + i}": x for i, x in enumerate(inputs)}
 
     def value(operand: str) -> Any:

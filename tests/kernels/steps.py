@@ -43,7 +43,7 @@ MIXTURES = [
 
 @dataclass(frozen=True)
 class Step:
-    """What `paged_attention` is given, and what the host knows.
+    """The arguments of `paged_attention`, and what the host knows.
 
     Attributes:
         ids: the table, on the host.

@@ -1,4 +1,4 @@
-"""What is off until a card has shown it right: the cases it has to pass, while it is on.
+"""Cases that kernels have to pass on a card before they are turned on there.
 
 Nothing here needs pytest.
 """

@@ -23,7 +23,7 @@ from tests.kernels.steps import Step, one_thread
 
 @contextmanager
 def poisoned_outputs() -> Iterator[None]:
-    """What is allocated inside begins as NaN, or as numbers that lead nowhere."""
+    """Fills what is allocated inside with NaN, or with numbers that lead nowhere."""
     empty = torch.empty
 
     def poisoned(*args: Any, **kwargs: Any) -> Tensor:
@@ -160,7 +160,7 @@ def check(step: Step, result: tuple[Tensor, Tensor] | None = None) -> None:
 
 
 def rounded(step: Step) -> torch.dtype:
-    """What weights are rounded to: scales are multiplied into them, which takes another range."""
+    """Returns the dtype of rounded weights; scales multiplied into them take another range."""
     if step.q.dtype == torch.float32:
         return torch.float32
     scaled = {"token": torch.bfloat16, "head": torch.float16}

@@ -1,4 +1,4 @@
-"""What layers keep, by configuration, against what transformers' own cache holds of them."""
+"""Kinds of layers by configuration, against what transformers' own cache holds of them."""
 
 from types import SimpleNamespace
 

@@ -1,4 +1,4 @@
-"""What a copy to the host and back costs, as measured."""
+"""The cost of a copy to the host and back, as measured."""
 
 import pytest
 

@@ -45,7 +45,7 @@ def test_what_comes_back_has_the_very_bits_that_left(kv_format):
 
 
 def bounds(cache: PagedKVCache, seq: int) -> list[torch.Tensor]:
-    """What queries choose the complete pages of a sequence by."""
+    """Returns the bounds of a sequence's complete pages, by which queries choose them."""
     pages = cache._tables.tables[0, cache._tables.row_of(seq), : cache.length(seq) // 4]
     return [cache._storage.bounds.of(layer)[pages] for layer in range(2)]
 

@@ -44,7 +44,7 @@ MODELS = {
 
 
 def read_model(model, weight_dtype=None, images=False, on_cpu=False):
-    """What a model weighs, however it is given."""
+    """Returns the sizes of a model, in whichever way it is given."""
     return shape_of(Model.of(model, images), weight_dtype, on_cpu)
 
 

@@ -1,4 +1,4 @@
-"""What a plan says: its table, its JSON, its cache."""
+"""A plan's table, its JSON, its cache."""
 
 import json
 from itertools import pairwise

@@ -1,4 +1,4 @@
-"""What is chosen when memory is short, and advice that works."""
+"""The search's choice when memory is short, and advice that works."""
 
 import random
 from itertools import pairwise

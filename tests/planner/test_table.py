@@ -1,4 +1,4 @@
-"""What a plan says to a person: answers first, what they assume, and nothing that is not there."""
+"""A plan's table: answers first, then what they assume, and nothing that is not there."""
 
 import re
 

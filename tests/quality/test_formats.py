@@ -1,4 +1,4 @@
-"""What each format may cost a small model, on both texts: how far its predictions move."""
+"""Bounds for what each format costs a small model, on both texts: how far predictions move."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is read when quality is measured: every probe asks for what it says it asks for."""
+"""Probes of quality: each asks for what it says it asks for."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What forgetting may cost a small model. Budgets are tokens of 1,024.
+"""Bounds for what forgetting costs a small model. Budgets are tokens of 1,024.
 
 The gates on running text are those of the slices that `pagedkv/quality/probes.py` takes;
 `docs/policies.md` says how far other slices lie from them.

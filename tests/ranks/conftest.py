@@ -1,4 +1,4 @@
-"""What tests of several ranks run under, and the models they share out."""
+"""Fixtures for tests of several ranks, and the models they share out."""
 
 import pytest
 

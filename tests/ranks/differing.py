@@ -122,7 +122,7 @@ class Words:
 
 
 def failing(folder: str, prompts: Sequence[Any], what: str) -> Any:
-    """What comes of an error in the code of rank 1: raised, or a row's own."""
+    """Returns the effect of an error in the code of rank 1: raised, or a row's own."""
     own = rank() == 1
 
     def broken(*_: Any) -> Any:

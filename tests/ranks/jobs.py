@@ -1,4 +1,4 @@
-"""What ranks are asked to do. Called in the test's own process, the same is done alone."""
+"""Jobs that ranks run. Called in the test's own process, one does the job alone."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def generate(
     draft: str | None = None,
     **sizes: Any,
 ) -> list[Any]:
-    """What calls of one generator give: results, counts, and what its pages can find afterwards."""
+    """Returns results and counts of a generator's calls, and what its pages can find afterwards."""
     sizes = {"max_tokens": 1024, "page_size": 4, **sizes}
     if draft is not None:
         sizes["draft"] = model_of(draft)
@@ -71,7 +71,7 @@ def score(folder: str, prompts: Sequence[Any], continuations: Sequence[Any]) -> 
 
 
 def stock(folder: str, prompts: Sequence[Any], **options: Any) -> list[Any]:
-    """What transformers' own `generate` gives over a `PagedCache`."""
+    """Runs transformers' own `generate` over a `PagedCache`."""
     model = model_of(folder)
     rows = padded([torch.as_tensor(ids) for ids in prompts])
     with torch.no_grad(), PagedCache(model, max_tokens=1024, page_size=4) as paged:

@@ -45,7 +45,7 @@ class Outcome(NamedTuple):
 
 
 def run(n: int, function: str, *args: Any, seconds: float = SECONDS, **kwargs: Any) -> list[Any]:
-    """What a function returned on each of n ranks.
+    """Runs a function on n ranks; returns each one's result.
 
     Args:
         function: as "package.module:name".
@@ -63,7 +63,7 @@ def run(n: int, function: str, *args: Any, seconds: float = SECONDS, **kwargs: A
 def outcomes(
     n: int, function: str, *args: Any, seconds: float = SECONDS, **kwargs: Any
 ) -> list[Outcome]:
-    """The same where ranks are expected to raise or to die."""
+    """Runs a function on n ranks that are expected to raise or to die."""
     ranks = _pool().ranks(n)
     begun = time.monotonic()
     for rank in ranks:

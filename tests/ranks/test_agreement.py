@@ -1,4 +1,4 @@
-"""What one rank alone knows decides nothing: all give the same, or raise the same."""
+"""Facts that one rank alone knows decide nothing: all give the same, or raise the same."""
 
 import pytest
 
@@ -19,7 +19,7 @@ def llama(saved):
 
 
 def on_all(n, what, *args, **kwargs):
-    """What all n ranks return alike."""
+    """Runs a function on n ranks; returns what all of them return alike."""
     found = run(n, f"{ME}:{what}", *args, **kwargs)
     assert found.count(found[0]) == n, found
     return found[0]

@@ -1,4 +1,4 @@
-"""What a plan says that one of several ranks holds is what transformers leaves on it."""
+"""The share of a rank in a plan is the share that transformers leaves on it."""
 
 import pytest
 

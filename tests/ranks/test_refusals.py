@@ -1,4 +1,4 @@
-"""What cannot be shared out is refused by name: on all ranks, and before any step."""
+"""Ranks refuse by name what cannot be shared out: all of them, and before any step."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""What recording writes and leaves alone; calls and disks that do not end as they should."""
+"""A recording holds what changed and no more; calls fail and disks fill while it is written."""
 
 import gc
 import os

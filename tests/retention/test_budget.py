@@ -469,7 +469,7 @@ def test_a_configuration_that_cannot_be_is_refused_by_name(fields, error, messag
 
 
 class Shape:
-    """What `from_model` reads of a decoder with layers of both kinds."""
+    """The fields that `from_model` reads of a decoder with layers of both kinds."""
 
     num_hidden_layers, num_attention_heads, hidden_size = 4, 2, 8
     max_position_embeddings, sliding_window = 4096, 16

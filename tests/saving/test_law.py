@@ -1,4 +1,4 @@
-"""What is loaded equals what was computed, after any work, whichever way it went.
+"""A sequence that is loaded equals the one computed, after any work, whichever way it went.
 
 To a file, to the host and to a prefix store; into a cache that is new and one that was used. All
 that a sequence shows is compared, then both go on with the same tokens, and attention has the same
@@ -71,7 +71,7 @@ def assert_same(cache: PagedKVCache, seq: int, other: PagedKVCache, copy: int) -
 def gone_on(
     cache: PagedKVCache, seq: int, text: list[int], salt: bytes = b""
 ) -> list[torch.Tensor]:
-    """What a sequence attends to in steps of several tokens and of one, which it keeps."""
+    """Returns the attention of a sequence in steps of several tokens and of one, which it keeps."""
     found, config, text = [], cache.config, [*text]
     counts = (1,) if config.policy is not None else (min(config.page_size + 1, len(NEXT)), 1, 1)
     for count in counts:

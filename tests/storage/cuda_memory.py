@@ -73,7 +73,7 @@ class CUmemAccessDesc:
 
 
 class Opaque:
-    """What the driver hands out: an int only if asked to be one."""
+    """A handle as the driver hands them out: an int only if asked to be one."""
 
     def __init__(self, value: int) -> None:
         self.value = value
@@ -262,7 +262,7 @@ def need_device(location: CUmemLocation) -> None:
 
 
 def on_host(owner: Any) -> torch.Tensor:
-    """What torch makes of `__cuda_array_interface__` on a card."""
+    """Makes a tensor of `__cuda_array_interface__`, as torch does on a card."""
     described = owner.__cuda_array_interface__
     (start, read_only), (size,) = described["data"], described["shape"]
     assert not read_only

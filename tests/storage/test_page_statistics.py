@@ -1,4 +1,4 @@
-"""What policies are told of pages: attention mass, when they were attended, likeness of keys."""
+"""Measures of pages for policies: attention mass, when they were attended, likeness of keys."""
 
 import numpy as np
 import pytest

@@ -156,7 +156,7 @@ def on_read(streamer: LayerStreamer, monkeypatch: Any, at: int, act: Any, what: 
 
 
 def fill_with_ones(run: Any, memory: memoryview) -> None:
-    """What a read leaves that fails half-way: something is there, and wrong."""
+    """Fills memory as a read does that fails half-way: something is there, and wrong."""
     for part in run.parts:
         memory[part.at : part.at + part.nbytes] = b"\xff" * part.nbytes
 

@@ -43,7 +43,7 @@ def test_a_buffer_that_nobody_computes_is_refused_by_name(dtype, tmp_path):
 
 @pytest.mark.slow
 def test_in_no_type_of_transformers_a_buffer_is_left_to_chance():
-    """Of the types whose default configuration builds on the meta device."""
+    """Tries the types whose default configuration builds on the meta device."""
     built = 0
     for kind in sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES):
         try:

@@ -31,7 +31,7 @@ def folders(tmp_path_factory):
 
 
 def tokens(model, texts, sizes=SIZES, **options):
-    """What a batch generates."""
+    """Generates a batch, and checks the cache."""
     with BatchGenerator(model, **sizes) as batched:
         found = [r.tokens for r in batched.generate(texts, max_new_tokens=5, **options)]
         batched.cache.check()

@@ -37,7 +37,7 @@ def saved(kind, folder):
 
 
 def opened(folder, expected, **options):
-    """The same folder, streamed."""
+    """Opens the same folder as a streamed model."""
     streamer = stream(folder, images=True, **options)
     streamer.model.generation_config = expected.generation_config
     return streamer

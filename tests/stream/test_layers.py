@@ -10,7 +10,7 @@ from pagedkv.models.skeleton import find_layers
 
 @pytest.mark.slow
 def test_layers_are_found_in_nearly_every_type_of_transformers(capsys):
-    """Of the types whose default configuration builds on the meta device."""
+    """Tries the types whose default configuration builds on the meta device."""
     found, refused, not_built = {}, {}, []
     for kind in sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES):
         try:

@@ -1,4 +1,4 @@
-"""What `LayerStreamer.from_pretrained` plans with: all that `plan_memory` takes, nothing else."""
+"""`LayerStreamer.from_pretrained` takes all that `plan_memory` takes, and nothing else."""
 
 import inspect
 import re

@@ -1,4 +1,4 @@
-"""What `print(streamer.stats())` shows: what was moved and waited for, and nothing that was not."""
+"""`print(streamer.stats())` shows what was moved and waited for, and nothing that was not."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""What a checkpoint may be: the model's, packed or not; and what is refused, by name."""
+"""Checkpoints that stream: the model's, packed or not; others are refused by name."""
 
 import json
 import os
@@ -190,7 +190,7 @@ def test_a_file_replaced_or_deleted_as_a_whole_streams_on(how, tmp_path):
 
 
 def moved(file):
-    """The same tensors at other places."""
+    """Writes the tensors of a file to other places in it."""
     save_file(load_file(file), f"{file}.new", metadata={"format": "pt", "more": "x" * 1000})
     os.replace(f"{file}.new", file)
 

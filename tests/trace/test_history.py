@@ -1,4 +1,4 @@
-"""What pages were in every step, as the page and the timeline show it."""
+"""The history of pages by step, as the page and the timeline show it."""
 
 import json
 

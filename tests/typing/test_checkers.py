@@ -1,4 +1,4 @@
-"""What type checkers and editors tell users of the package: no false error, and every mistake."""
+"""Type checkers and editors find every mistake of users, and no false error."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 
 
 class Sizes(NamedTuple):
-    """What a kernel is compiled for.
+    """The constants that a kernel is compiled for.
 
     Attributes:
         k, v: strides of pages, KV heads and slots.
@@ -47,7 +47,7 @@ class Sizes(NamedTuple):
 
 @gluon.jit
 def item(items_ptr, total, index):
-    """Of a program's work: row, first token, queries, position, range, and KV head."""
+    """Reads an item of a program's work: row, first token, queries, position, range, KV head."""
     item = items_ptr + index % total * FIELDS
     row = gl.load(item)
     token = gl.load(item + 1)
@@ -115,7 +115,7 @@ def copy_tiles(work, source, rings, SIZES: gl.constexpr):
 
 @gluon.jit
 def blank(tile, start, begin, end, LAYOUT: gl.constexpr, SIZES: gl.constexpr):
-    """Zeros for tokens out of range: a slot that nobody wrote may hold NaN, and 0 x NaN is NaN.
+    """Zeroes tokens out of range: an unwritten slot may hold NaN, and 0 x NaN is NaN.
 
     Both groups do it, and write the same.
     """

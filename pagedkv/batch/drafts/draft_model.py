@@ -162,7 +162,7 @@ def draft_config(draft: Any, beside: CacheConfig, width: int = WIDTH) -> CacheCo
 
 
 def tokens_for_both(model: Any, draft: Any, fields: dict[str, Any]) -> int:
-    """A `max_tokens` for the pages of two models whose size nobody said.
+    """Returns a `max_tokens` for the pages of two models if the caller gave none.
 
     Args:
         fields: of the model's own pages.

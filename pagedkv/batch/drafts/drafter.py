@@ -1,4 +1,4 @@
-"""What drafts for rows: their own texts or a smaller model; and where nothing can."""
+"""The interface of drafters, and the configurations under which nothing can be drafted."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from pagedkv.config import CacheConfig
 
 
 class Drafter(Protocol):
-    """Guesses what rows go on with; whether that is right is found out by the step that follows."""
+    """Guesses the next tokens of rows; the step that follows finds out whether they are right."""
 
     def drafts(self, rows: Sequence[Row], most: Sequence[int], budget: int) -> list[Tokens]:
-        """What each row may go on with.
+        """Guesses the next tokens of decoding rows.
 
         Args:
             rows: decoding rows.
@@ -36,7 +36,7 @@ class Drafter(Protocol):
 
 
 def why_none(config: CacheConfig) -> str | None:
-    """Why nothing can be drafted: a step must have one token of a decoding row."""
+    """Returns why nothing can be drafted for a cache; None if drafts are possible."""
     if config.read_tokens:  # a step of several reads everything, so results would depend on drafts
         return "with read_tokens"
     if config.states:

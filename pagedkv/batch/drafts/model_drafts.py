@@ -40,7 +40,7 @@ NONE = np.empty(0, np.int32)
 
 @dataclass(eq=False)
 class Follower:
-    """What the draft model has of a row.
+    """The sequence by which the draft model follows a row.
 
     Attributes:
         row: whose text its sequence follows.
@@ -69,7 +69,7 @@ class Follower:
 
 @dataclass
 class Chunk:
-    """What a step feeds of a row: ids behind what its follower has, and the drafts it shall get."""
+    """A row's part of a draft step: ids that its follower lacks, and how many drafts it gets."""
 
     follower: Follower
     ids: Tokens
@@ -102,7 +102,7 @@ class ModelDrafts:
         self._begun = self._failed = False
 
     def drafts(self, rows: Sequence[Row], most: Sequence[int], budget: int) -> list[Tokens]:
-        """What each row may go on with; see `Drafter`."""
+        """Drafts with the draft model; once that has failed, there are no drafts. See `Drafter`."""
         if self._failed:
             return []
         since = perf_counter()
@@ -211,7 +211,7 @@ class ModelDrafts:
         return self._of[row]
 
     def _chunks(self, asking: Sequence[tuple[Follower, int]]) -> list[Chunk]:
-        """What the rows that ask are fed: those that only go on first, then prompts."""
+        """Composes a step of the rows that ask; those that lack the fewest tokens come first."""
         room, chunks = self._step_tokens, []
         computing: dict[tuple[Salt, bytes], list[Tokens]] = {}
         for follower, wanted in sorted(asking, key=lambda one: one[0].behind):
@@ -296,7 +296,7 @@ class ModelDrafts:
                 one.drafted.append(tokens[i])
 
     def _free(self, follower: Follower) -> None:
-        """Frees a sequence; an interrupted step that it is in is taken back before."""
+        """Frees a sequence, after taking back an interrupted step that it is in."""
         if follower.seq == NOT_RUNNING:
             return
         if (step := self.cache.open_step) is not None:
@@ -323,7 +323,7 @@ def _rules_of(row: Row) -> RowRules:
 
 
 def _agreeing(drafted: Sequence[int], tokens: Tokens) -> int:
-    """How many drafts are the tokens that came, one after the other."""
+    """Counts the leading drafts that are the tokens that came."""
     count = 0
     for draft, token in zip(drafted, tokens.tolist()):
         if draft != token:

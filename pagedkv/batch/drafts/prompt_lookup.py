@@ -18,7 +18,7 @@ LONGEST = 3  # tokens compared at most: what followed them tells nearly as much 
 
 
 def draft(text: Tokens, most: int) -> Tokens:
-    """What followed the latest earlier place where a text had its last tokens.
+    """Returns the tokens that followed the latest earlier occurrence of a text's last tokens.
 
     The place agrees with the end in as many tokens as any does, up to `LONGEST`. What followed it
     is repeated where it is shorter than `most`: a text that ends in a cycle goes on in it.
@@ -52,7 +52,7 @@ class PromptLookup:
         self._text, self._size, self._begin = prompt, len(prompt), len(prompt)
 
     def draft(self, tokens: Sequence[int], most: int) -> Tokens:
-        """Up to `most` ids that may come next.
+        """Returns up to `most` ids that may come next.
 
         Args:
             tokens: all that came behind the prompt so far; what was seen before is not read again.
@@ -72,7 +72,7 @@ class Lookups:
         self._of: dict[Row, PromptLookup] = {}
 
     def drafts(self, rows: Sequence[Row], most: Sequence[int], budget: int) -> list[Tokens]:
-        """What each row may go on with; what one leaves of the budget the next ones get."""
+        """Drafts from each row's own text; the first rows are the first to use the budget."""
         found = []
         for row, limit in zip(rows, most):
             if row not in self._of:

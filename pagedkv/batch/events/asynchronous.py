@@ -15,7 +15,7 @@ from pagedkv.batch.results import GenerationStats, Result
 from .events import Events
 from .request import Event, Request
 
-MOST_UNREAD = 64  # events of a row; one that nobody reads then waits without pages
+MOST_UNREAD = 64  # unread events of a row, which then waits without pages
 
 
 class AsyncRequest:
@@ -60,11 +60,11 @@ class AsyncRequest:
         return self.request.result
 
     def cancel(self) -> bool:
-        """Ends the row at the next step; whether it was not over yet."""
+        """Ends the row at the next step; returns whether it still ran."""
         return self.request.cancel()
 
     def take(self, event: Event) -> None:
-        """Takes in an event, and has the row wait where too many are unread."""
+        """Takes in an event, and pauses the row if too many are unread."""
         self._unread.append(event)
         self._is_over = event.finish_reason is not None
         if len(self._unread) >= MOST_UNREAD and not (self._is_paused or self._is_over):
@@ -73,7 +73,7 @@ class AsyncRequest:
         self._news.set()
 
     def end(self, error: BaseException | None) -> None:
-        """No more events come."""
+        """Notes that no more events come."""
         self._is_over, self._error = True, error
         self._news.set()
 
@@ -134,7 +134,7 @@ class AsyncEvents:
         except BaseException as raised:
             error = raised
         self._events.close()
-        with suppress(RuntimeError):  # the loop was closed, and nobody hears of it
+        with suppress(RuntimeError):  # the loop was closed, so no task hears of it
             self._loop.call_soon_threadsafe(self._tell_end, error)
 
     def _deliver(self, events: list[Event]) -> None:

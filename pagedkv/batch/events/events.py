@@ -28,7 +28,7 @@ PLAIN = str, int, float, bool, type(None)
 
 
 class Maker(NamedTuple):
-    """What the generator makes for events.
+    """Functions by which the generator makes options, ids and results for events.
 
     Attributes:
         options: of a count of prompts, or None, and what was given: the options.
@@ -103,12 +103,12 @@ class Events(Iterator[Event]):
             self._added += 1
             self._requests[request.index] = request
             self._source.put(Coming(request.index, ids, {"salt": salt, **own}, chosen))
-            self._require_open()  # nobody ends a row that comes behind the end
+            self._require_open()  # a row that is added after the end would never end
         self._wake()
         return request
 
     def _options(self, options: dict[str, Any]) -> tuple[GenerationOptions, dict[str, Any]]:
-        """The options of a row, and its values of those that rows of equal options differ in."""
+        """Returns a row's options, shared by rows of equal ones, and values of its own."""
         own = {
             name: value_of(name, options[name])
             for name in ("seed", *EACH)
@@ -157,7 +157,7 @@ class Events(Iterator[Event]):
         return self._pending.popleft()
 
     def step(self) -> list[Event] | None:
-        """Computes until a row has news: the events of that step, None where no row is left.
+        """Computes until a row has news; returns that step's events, None if no row is left.
 
         Raises:
             RuntimeError: another thread is in a step.
@@ -214,7 +214,7 @@ class Events(Iterator[Event]):
             self._end(None)
 
     def stop(self) -> None:
-        """Takes no more rows; who takes steps ends those that are left, or has to close."""
+        """Takes no more rows; the thread that takes steps ends the rest, or `close` does."""
         self._is_closed = True
         self._wake()
 
@@ -251,7 +251,7 @@ class Events(Iterator[Event]):
 
 
 def _key(options: dict[str, Any]) -> Any:
-    """What options that are alike have in common; None where nobody knows, or time counts."""
+    """Returns a key that equal options share; None if it cannot compare them, or time counts."""
     values = []
     for name, value in sorted(options.items()):
         many = tuple(value) if isinstance(value, (list, tuple)) else (value,)

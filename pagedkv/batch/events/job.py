@@ -83,7 +83,7 @@ class EventsJob(GenerationJob):
             rows.waiting.appendleft(row)
 
     def _news(self, row: Row) -> list[Event]:
-        """What events have not told of a row yet."""
+        """Makes the events of a row's tokens that were not sent yet, and of its end."""
         request = self._requests[row.index]
         tokens, sent, text = row.tokens, request.sent, request.text
         is_over = bool(row.error or row.finish_reason)

@@ -1,4 +1,4 @@
-"""A row as who added it sees it, and what happens to it."""
+"""A row as its caller sees it, and what happens to it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Wish = Literal["cancel", "pause", "resume"]
 
 
 class Event(NamedTuple):
-    """What a step did to a row: a token, and the end of the row if this was its last.
+    """A new token of a row, and the end of the row if this was its last.
 
     Attributes:
         request: what `add` returned for the row.
@@ -69,7 +69,7 @@ class Request:
         return self._ended.is_set()
 
     def cancel(self) -> bool:
-        """Ends the row at the next step; whether it was not over yet. Its pages are free then."""
+        """Ends the row at the next step; returns whether it still ran. Its pages are free then."""
         if self.is_over:
             return False
         self.is_cancelled = True
@@ -94,7 +94,7 @@ class Request:
         return self.result
 
     def end(self, result: Result | None, error: BaseException | None = None) -> None:
-        """Notes how the row ended, and wakes who waits for it."""
+        """Notes how the row ended, and wakes the threads that wait for it."""
         self.result, self._error, self.row = result, error, None
         self._ended.set()
 

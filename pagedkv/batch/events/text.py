@@ -14,7 +14,7 @@ BYTE = re.compile(r"<0x[0-9A-F]{2}>")
 
 
 class Text:
-    """What a tokenizer makes of tokens that come one after another.
+    """Decodes tokens that come one after another into pieces of text that stay as they are.
 
     Args:
         tokenizer: of transformers; None gives empty text.
@@ -50,7 +50,7 @@ class Text:
         return self._give(len(self._held) - keep)
 
     def end(self, whole: str | None) -> str:
-        """What is left of the text of all tokens once no more come."""
+        """Returns the rest of the text once no more tokens come."""
         if whole is not None and whole.startswith(self._given):
             self._held = whole[len(self._given) :]
         return self._give(len(self._held))

@@ -51,17 +51,17 @@ class Continuation(Row):
 
     @property
     def is_prefilling(self) -> bool:
-        """Always: whatever it is fed is known."""
+        """True always: every token that it is fed is known."""
         return True
 
     def join(self, text: Tokens, done: int) -> None:
-        """It has got a sequence: it is fed its context, and the continuation if it is alone."""
+        """Notes the row's sequence; feeds it the context, and the continuation if it is alone."""
         super().join(text, done)
         if self.tokens or not self.samples:
             self.ids = self._known()
 
     def take_all(self, logprobs: list[float], greedy: list[bool]) -> bool:
-        """What the model says of its next tokens; whether that finishes the row."""
+        """Takes the log-probabilities of its next tokens; returns whether they finish the row."""
         begin = len(self.tokens)
         if not begin:
             self.ids = self._known()
@@ -76,7 +76,7 @@ class Continuation(Row):
         return self.finish_reason is not None
 
     def result(self) -> Score:
-        """What its caller gets."""
+        """Returns the row's `Score`."""
         return Score(
             self.index,
             self.sample,
@@ -88,7 +88,7 @@ class Continuation(Row):
         )
 
     def _known(self) -> Tokens:
-        """All that is ever fed: nothing comes behind the last token."""
+        """Returns all ids that are ever fed: nothing comes behind the last token."""
         return np.concatenate([self.prompt, self.given[:-1]])
 
 
@@ -120,7 +120,7 @@ class ContinuationRunner(StepRunner):
 
 
 def _parts(batch: Batch) -> list[tuple[Continuation, int, int]]:
-    """Who gets logits of a step: a row, or a sample of one, from which of them on, and how many."""
+    """Lists the rows and samples that get logits of a step, where theirs begin, and how many."""
     widths = batch.num_logits
     return [
         (one, begin, width)  # type: ignore[misc]

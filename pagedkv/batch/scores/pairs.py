@@ -129,7 +129,7 @@ class _Pair:
 
 
 def _encoded(tokenizer: Any, texts: list[str], bare: bool = False) -> dict[str, Ints]:
-    """Ids of each text, asked for at once, without what ends one; bare ones without its begin."""
+    """Encodes all texts at once, without tokens that end one; bare ones without special tokens."""
     each = list(dict.fromkeys(texts))
     if not each:
         return {}
@@ -140,7 +140,7 @@ def _encoded(tokenizer: Any, texts: list[str], bare: bool = False) -> dict[str, 
 
 
 def _ends(tokenizer: Any, text: str, ids: list[int]) -> int:
-    """How many ids a tokenizer puts behind every text: something comes behind these."""
+    """Counts the ids that a tokenizer puts behind every text: something comes behind these."""
     own = list(tokenizer(text, add_special_tokens=False)["input_ids"])
     more = len(ids) - len(own)
     return next((more - at for at in range(more + 1) if own == ids[at : at + len(own)]), 0)

@@ -88,7 +88,7 @@ class ExpertFiles:
         )
 
     def places(self, rows: int, alignment: int) -> tuple[list[Place], int]:
-        """The tensors behind one another, with so many rows each; and where they end."""
+        """Lays the tensors behind one another with `rows` rows each; returns where, and the end."""
         places, end = [], 0
         for site in self.sites:
             like = site.tensor

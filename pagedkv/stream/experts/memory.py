@@ -129,7 +129,7 @@ def mappings_of(places: Sequence[Place]) -> int:
 
 
 def moves(nbytes: int) -> bool:
-    """Whether the memory of rows of so many bytes moves, where there are mappings for it."""
+    """Whether the memory of rows of `nbytes` moves, where there are mappings for it."""
     return nbytes // PAGE >= FEW and most_mappings() > 0
 
 
@@ -173,7 +173,7 @@ class WideMemory:
         self._arena: HostArena | None = None
 
     def reserve(self, nbytes: int) -> None:
-        """Takes so many bytes at least, at the first use."""
+        """Takes at least `nbytes`, at the first use."""
         self._nbytes = max(self._nbytes, nbytes)
 
     def writable(self) -> HostArena:

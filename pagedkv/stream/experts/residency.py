@@ -56,7 +56,7 @@ class Experts(ABC):
 
     @abstractmethod
     def key(self, index: Tensor) -> Any:
-        """What has to be tried before it computes; None where results are exact by construction."""
+        """Returns what must be tried before it computes; None if results are exact by design."""
 
     @abstractmethod
     def bring(self, touched: list[int]) -> Callable[[Tensor], Tensor]:

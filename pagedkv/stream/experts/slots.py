@@ -9,7 +9,7 @@ they are filled, and the host writes to pinned memory once the copies before hav
 Renumbering changes the order of tokens that are sorted by experts. A card computes each element
 alike wherever it lies, so bits should not depend on that; a processor does not, where a vector's
 end is computed otherwise. So an implementation that sorts is held against all experts of a layer
-first: some calls for each number of tokens. That finds what differs often, and proves nothing.
+first: some calls for each number of tokens. This finds frequent differences; it is no proof.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Staging:
         self._computation: Any = None  # the stream of the computation before
 
     def reserve(self, nbytes: int) -> None:
-        """Takes so many bytes at least, at the first use."""
+        """Takes at least `nbytes`, at the first use."""
         self._nbytes = max(self._nbytes, nbytes)
 
     def writable(self) -> HostArena:
@@ -57,7 +57,7 @@ class Staging:
         return self._arena
 
     def follow(self) -> None:
-        """Makes computation wait for what another stream did before it.
+        """Makes the current stream wait for the previous one, if they differ.
 
         So what it finds in slots has arrived, and copies that wait for it wait for both.
         """
@@ -131,7 +131,7 @@ class SlottedExperts(Experts):
         return known and len(touched) <= self._slots and super().fits(touched, most)
 
     def key(self, index: Tensor) -> Any:
-        """What has to compute the same bits before it computes from slots.
+        """Returns the implementation and number of tokens to try before slots are trusted.
 
         `batched_mm` gathers the rows of experts by the index, so that its products have the same
         operands however rows are numbered. `grouped_mm` sorts tokens by it.
@@ -153,7 +153,7 @@ class SlottedExperts(Experts):
         return self._renumbered
 
     def take_back(self) -> None:
-        """Takes back tensors that are bound, and has the module count all experts again."""
+        """Takes back tensors that are bound, and makes the module count all experts again."""
         super().take_back()
         if self._module.num_experts != self.count:
             self._module.num_experts = self.count
@@ -192,7 +192,7 @@ class SlottedExperts(Experts):
         return {expert: [tensor[row] for tensor in tensors] for expert, row in rows.items()}
 
     def _renumbered(self, index: Tensor) -> Tensor:
-        """An index of experts that have slots as one of slots."""
+        """Returns an index of slots for an index of experts."""
         table = torch.zeros(self.count, dtype=index.dtype, device="cpu")
         for expert, slot in self._held.items():
             table[expert] = slot
@@ -200,7 +200,7 @@ class SlottedExperts(Experts):
 
 
 class Trust:
-    """Which implementations of experts computed the same bits from slots, by number of tokens."""
+    """Remembers which implementations computed the same bits from slots, by number of tokens."""
 
     def __init__(self) -> None:
         self._equal: dict[Any, int] = {}  # calls that did
@@ -213,7 +213,7 @@ class Trust:
         return True if self._equal.get(key, 0) >= TRIALS else None
 
     def note(self, key: Any, expected: Tensor, found: Tensor) -> None:
-        """Compares what one computed from all experts and from slots; a difference is told once."""
+        """Compares one computed from all experts with one from slots; warns once if they differ."""
         self._equal[key] = self._equal.get(key, 0) + 1
         bits = [each.contiguous().view(torch.uint8) for each in (expected, found)]
         if not torch.equal(*bits):

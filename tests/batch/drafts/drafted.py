@@ -15,7 +15,7 @@ from tests.batch.generating import assert_nothing_held, generator
 
 
 def noisy(model: PreTrainedModel, scale: float, seed: int = 1) -> PreTrainedModel:
-    """The same model with noise on its weights: it says the same at times."""
+    """Copies a model and adds noise to its weights: it says the same at times."""
     draft, noise = copy.deepcopy(model), torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for weight in draft.parameters():
@@ -26,7 +26,7 @@ def noisy(model: PreTrainedModel, scale: float, seed: int = 1) -> PreTrainedMode
 def outcome(
     model: PreTrainedModel, rows: Sequence[Any], sizes: dict[str, Any], **options: Any
 ) -> tuple[list[Result], GenerationStats]:
-    """What all rows get, by a generator that holds nothing afterwards."""
+    """Generates all rows by a generator, which must hold nothing afterwards."""
     with generator(model, **sizes) as batched:
         results = batched.generate(rows, **options)
         assert_nothing_held(batched)

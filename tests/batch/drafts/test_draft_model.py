@@ -1,4 +1,4 @@
-"""What a draft model may be, and what happens to rows where it fails, changes or is interrupted."""
+"""Draft models: which are refused, and what rows get where one fails, changes or is interrupted."""
 
 import copy
 import gc

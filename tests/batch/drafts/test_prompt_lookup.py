@@ -11,7 +11,7 @@ TEXT = st.lists(st.integers(0, 3), min_size=1, max_size=40)
 
 
 def searched(text: list[int], most: int) -> list[int]:
-    """The same, place by place: the longest agreement first, then the latest place."""
+    """Searches place by place: the longest agreement first, then the latest place."""
     for size in range(min(LONGEST, len(text) - 1), 0, -1):
         for end in range(len(text) - 1, size - 1, -1):
             if text[end - size : end] == text[-size:]:

@@ -1,4 +1,4 @@
-"""What the tests of `score` share: a plain forward of a context and a continuation, in float64."""
+"""Expected scores: by a plain forward of a context and a continuation, in float64."""
 
 from __future__ import annotations
 

@@ -86,7 +86,7 @@ def test_a_model_without_a_first_token_needs_a_context():
 
 
 def test_the_last_token_needs_no_room(model):
-    """What is never fed may stand beyond all that the model, or the cache, takes."""
+    """The last token is never fed, so it may stand beyond all that the model or the cache takes."""
     for context in (CONTEXTS[1], [7]):
         given, longer = continuations(257 - len(context), 258 - len(context))
         with generator(model, max_tokens=1024) as batched:

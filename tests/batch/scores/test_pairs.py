@@ -16,7 +16,7 @@ def ids(text: str) -> list[int]:
 
 
 def made(prompts, continuations, tokenizer=None, salts=None, start=START):
-    """Of each context its ids, and `(index, choice, ids)` of what is scored behind it."""
+    """Returns the ids of each context, and `(index, choice, ids)` of its continuations."""
     each = by_prompt(continuations, len(prompts))
     found = contexts_of(
         prompts, each, salts or [b""] * len(prompts), [{}] * len(prompts), tokenizer, start

@@ -1,4 +1,4 @@
-"""What the model says of given continuations is what a plain forward says, however it is computed.
+"""Scores equal those of a plain forward, however they are computed.
 
 Pages are in debug mode: a slot that nothing was written to is NaN and would show.
 """

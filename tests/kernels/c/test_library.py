@@ -1,4 +1,4 @@
-"""What becomes of a library that cannot be compiled, kept, loaded or trusted."""
+"""A library that cannot be compiled, kept, loaded or trusted does no harm."""
 
 import hashlib
 import os
@@ -126,7 +126,7 @@ def test_processes_that_compile_at_once_all_find_a_whole_library(anew):
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory):
-    """What a wheel has for this processor."""
+    """Builds the library that a wheel has for this processor."""
     folder = tmp_path_factory.mktemp("wheel")
     level = module.LEVELS[platform.machine()][""]
     module._compiled(module._compiler(), f"-march={level}", folder / f"attend-{level}.so")

@@ -36,7 +36,7 @@ def elements(*shape, dtype):
 
 
 def pages(format, dim, dtype, staging):
-    """Those of all layers, full of random bits; the slots of a head lie apart."""
+    """Makes pages of all layers, full of random bits; the slots of a head lie apart."""
     of = FORMATS[format]
     kind, width = (dtype, dim) if of.dense else (torch.int16, dim // of.per_word)
     data = torch.randint(-99, 99, (LAYERS, N, P, G, width)).to(kind).transpose(2, 3)
@@ -55,7 +55,7 @@ def same(mine, other):
 
 
 def both(pair, dim, dtype):
-    """The same pages twice, and whether some of them are staging pages."""
+    """Returns equal pages twice, and whether some of them are staging pages."""
     torch.manual_seed(0)
     staging = any(FORMATS[format].staged for format in pair)
     ours = [pages(format, dim, dtype, staging) for format in pair]

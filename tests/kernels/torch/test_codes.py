@@ -21,7 +21,7 @@ def every_word(format):
 
 
 def one_by_one(format, scales):
-    """What the words are by the table in `formats.py`, each part of a word by itself."""
+    """Decodes the words by the table in `formats.py`, each part of a word by itself."""
     parts = []
     for j in range(format.per_word):
         codes = ((EVERY >> (format.bits * j)) & (2**format.bits - 1)).view(-1, GROUPS, SLOTS, WIDTH)

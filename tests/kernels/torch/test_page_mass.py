@@ -41,7 +41,7 @@ def pages_of(lens, shuffle=True):
 
 
 def expected_mass(q, keys, new, queries, columns, scale, softcap, sinks):
-    """The same by plain loops, in float64."""
+    """Computes the mass by plain loops, in float64."""
     mass = torch.zeros(len(keys), columns, dtype=torch.float64)
     ends = np.cumsum(new)
     for row, k in enumerate(keys):

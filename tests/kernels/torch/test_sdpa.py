@@ -1,4 +1,4 @@
-"""What torch gets wrong is mended: overflow on a CPU, and cuDNN, which others find as it was."""
+"""Errors of torch are mended: overflow on a CPU, and cuDNN, whose switch others find as it was."""
 
 import math
 from contextlib import ExitStack
@@ -28,7 +28,7 @@ def others():
 
 @pytest.fixture
 def asked(monkeypatch):
-    """Has calls taken for those of a card; what each found cuDNN to be."""
+    """Treats calls as those of a card, and notes whether each found cuDNN enabled."""
     found, attend = [], F.scaled_dot_product_attention
 
     def noted(*args, **options):

@@ -212,13 +212,13 @@ def test_a_pool_of_more_than_2_to_the_31_elements_is_read_at_its_end():
 
 
 def misaligned(tensor):
-    """The same numbers, one element behind a multiple of 16 bytes."""
+    """Copies a tensor to memory one element behind a multiple of 16 bytes."""
     moved = torch.empty(tensor.numel() + 16, dtype=tensor.dtype, device=DEVICE)[1:]
     return moved[: tensor.numel()].view(tensor.shape).copy_(tensor)
 
 
 def widened(tensor, by=8):
-    """The same numbers, with a gap behind each head or slot."""
+    """Copies a tensor so that each head or slot has a gap behind it."""
     return torch.cat([tensor, tensor[..., :by]], -1)[..., : tensor.shape[-1]]
 
 

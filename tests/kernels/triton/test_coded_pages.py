@@ -203,7 +203,7 @@ WRONG = {
 
 
 def moved(tensor):
-    """The same numbers, one element behind a multiple of 16 bytes."""
+    """Copies a tensor to memory one element behind a multiple of 16 bytes."""
     found = torch.empty(tensor.numel() + 8, dtype=tensor.dtype, device=DEVICE)[1:]
     return found[: tensor.numel()].view(tensor.shape).copy_(tensor)
 

@@ -1,4 +1,4 @@
-"""What is compiled, and how often, with a driver that compiles for a GPU that is not there."""
+"""Kernels are compiled rarely and well, by a driver for a GPU that is not there."""
 
 import os
 import re

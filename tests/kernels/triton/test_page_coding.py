@@ -28,7 +28,7 @@ PAIRS = {
 
 
 def _aligned(scales):
-    """The same, each layer's at a multiple of 16 bytes."""
+    """Copies scales so that each layer's begin at a multiple of 16 bytes."""
     layers, groups = scales.shape
     padded = scales.new_zeros(layers, -(-groups // 4) * 4)
     return padded[:, :groups].copy_(scales)

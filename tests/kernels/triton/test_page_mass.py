@@ -49,7 +49,7 @@ def observe(step, queries):
 
 
 def truth(step, queries):
-    """The same in float64."""
+    """Computes the mass in float64."""
     size, heads, options = step.page, step.q.shape[1], step.options
     mass = torch.zeros(step.table.shape, dtype=torch.float64)
     for row, count in enumerate(queries):
@@ -162,7 +162,7 @@ HEADS, G = 4, 2
 
 
 def caches():
-    """The same cache on both backends, with room for less than is written."""
+    """Makes equal caches on both backends, with room for less than is written."""
     sizes = {"num_layers": 2, "num_kv_heads": G, "head_dim": 16, "dtype": "float32"}
     room = {"max_tokens": 1024, "page_size": 8, "retention": "importance", "budget": 80}
     config = CacheConfig(**sizes | room)

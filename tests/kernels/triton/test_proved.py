@@ -1,4 +1,4 @@
-"""What is off until a card has shown it right: who turns it on, and that it is compiled as told."""
+"""Kernels are off until a card has shown them right: who turns them on, and how they compile."""
 
 import json
 import re

@@ -138,7 +138,7 @@ def misaligned(tensor):
 
 
 def widened(tensor):
-    """The same numbers with strides that are no multiples of 16."""
+    """Copies a tensor so that its strides are no multiples of 16."""
     wide = torch.zeros(*tensor.shape[:-1], tensor.shape[-1] + 8, device=DEVICE)
     wide[..., : tensor.shape[-1]] = tensor
     return wide[..., : tensor.shape[-1]]

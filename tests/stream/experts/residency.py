@@ -1,4 +1,4 @@
-"""What memory is behind addresses, as the system counts it."""
+"""Counts the memory behind addresses, as the system does."""
 
 import ctypes
 import mmap

@@ -1,4 +1,4 @@
-"""What goes wrong while experts are read: nothing is garbled, nothing hangs, and it goes on."""
+"""Errors while experts are read: nothing is garbled, nothing hangs, and it goes on."""
 
 import os
 import signal

@@ -93,7 +93,7 @@ def test_rows_in_use_keep_their_bytes_and_no_other_has_memory(widths, calls, mov
 
 @MOVES
 def test_a_row_that_comes_has_the_memory_of_one_that_goes():
-    """What the other left in it tells."""
+    """The bytes that the other left in it show it."""
     places, end = places_of(16 * PAGE, 10 * PAGE)
     memory = RowMemory(places, end, moves=True)
     fill(memory, places, 1, 7)

@@ -34,7 +34,7 @@ BREATH = 2e-4  # seconds, for others to do at once what they may do now
 
 
 class Value(torch.Tensor):
-    """What a group of warps has in registers."""
+    """A tensor that a group of warps has in registers."""
 
     def to(self, kind: Any) -> Value:  # type: ignore[override]
         return super().to(getattr(kind, "torch", kind))
