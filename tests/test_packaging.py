@@ -149,7 +149,8 @@ def test_the_source_archive_builds_the_same_wheel(fresh_python, wheel, unpacked,
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "what", [("--collect-only", "tests"), ("tests/models/test_layers.py", "tests/pages/test_staging.py")]
+    "what",
+    [("--collect-only", "tests"), ("tests/models/test_layers.py", "tests/pages/test_staging.py")],
 )
 def test_tests_run_from_the_source_archive(what, unpacked):
     env = os.environ | {"PYTHONPATH": str(unpacked), "PYTHONSAFEPATH": "1"}
