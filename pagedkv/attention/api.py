@@ -192,6 +192,8 @@ def attend_again(
     step = step.at(layer)
     step = step if num_queries is None else step.narrowed(num_queries)
     call = checked(Call(q, None, None, step, layer, _terms(q, scale, softcap, sinks)))
+    if step.config.groups[call.group].chunked:
+        call = _in_chunks(call)
     backend = backend_of(step)
     plan = backend.plan(call)
     backend.check(call, plan)
@@ -214,13 +216,26 @@ def _attend(call: Call, whole: StepMetadata) -> tuple[Tensor, Tensor]:
         step.wrote.append(layer)
         return found
     call = checked(call)
-    plan = backend.plan(call)
-    backend.check(call, plan)
-    out, lse = backend.write_and_attend(call, plan)
+    group = step.config.groups[call.group]
+    seen = _in_chunks(call) if group.chunked else call
+    plan = backend.plan(seen)
+    backend.check(seen, plan)
+    if group.chunked:
+        assert call.k is not None
+        assert call.v is not None
+        backend.write(call.k, call.v, step, layer)
+        out, lse = backend.attend(seen, plan)
+    else:
+        out, lse = backend.write_and_attend(call, plan)
     step.wrote.append(layer)
-    if step.queries is not None and call.scoring.window is None:
+    if step.queries is not None and group.window is None:
         observe(whole, layer, backend.page_mass(call, lse))
     return out, lse
+
+
+def _in_chunks(call: Call) -> Call:
+    """A checked call over the pages of chunks; K and V of the step are written before."""
+    return call._replace(k=None, v=None, step=call.step.in_chunks(call.group))
 
 
 def _terms(q: Tensor, scale: float | None, softcap: float | None, sinks: Tensor | None) -> Scoring:

@@ -24,7 +24,7 @@ class Call(NamedTuple):
         step: the open step, on the layer's device.
         layer: the layer that calls.
         scoring: the terms of its scores. The caller's have no window; a checked call has that of
-            the layer's group.
+            the layer's group, unless it is attended in chunks.
         return_lse: whether the log-sum-exp is asked for.
     """
 
@@ -44,6 +44,12 @@ class Call(NamedTuple):
             ValueError: the cache has no such layer.
         """
         return self.step.group_of(self.layer)
+
+    @property
+    def reads(self) -> int:
+        """Pages that a row's queries choose and read; 0 for all."""
+        config = self.step.config
+        return 0 if config.groups[self.group].window is not None else config.pages_read
 
     @property
     def pages(self) -> tuple[Any, Any]:

@@ -21,7 +21,8 @@ def checked(call: Call) -> Call:
     _check_q(q, step, group)
     if k is not None and v is not None:
         check_kv(k, v, step, layer)
-    scoring = scoring.checked(q, step.config.groups[group].window)
+    sight = step.config.groups[group]
+    scoring = scoring.checked(q, None if sight.chunked else sight.window)
     for name, tensor in scoring.tensors:
         check_grad(name, tensor)
     return call._replace(scoring=scoring)

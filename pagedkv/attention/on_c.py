@@ -22,7 +22,7 @@ from pagedkv.step.metadata import StepMetadata
 
 from . import on_torch
 from .call import Call
-from .on_torch import again, page_mass, pages_read
+from .on_torch import again, page_mass
 
 __all__ = ["again", "attend", "check", "page_mass", "plan", "write", "write_and_attend"]
 
@@ -95,7 +95,7 @@ def _chosen(call: Call, plan: Plan) -> Tensor | None:
 
     A row that reads all has -1 in front.
     """
-    count, step = pages_read(call), call.step
+    count, step = call.reads, call.step
     size = step.config.page_size
     if not count:
         return None

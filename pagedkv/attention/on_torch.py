@@ -28,8 +28,9 @@ def reads_prefixes(call: Call) -> bool:
     """
     _, k_dim, v_dim, _ = call.step.config.shapes[call.group]
     scoring = call.scoring
-    plain = scoring.plain and not scoring.by_distance and not call.return_lse
-    return call.q.device.type == "cpu" and plain and not pages_read(call) and k_dim == v_dim
+    plain = scoring.plain and not call.return_lse
+    plain = plain and call.step.config.groups[call.group].window is None
+    return call.q.device.type == "cpu" and plain and not call.reads and k_dim == v_dim
 
 
 def prefixes(call: Call, worth_bytes: int | None = None) -> list[Prefix]:
@@ -47,7 +48,7 @@ def plan(call: Call) -> Plan:
     """Cuts the step's rows into buckets."""
     step, group, window = call.step, call.group, call.scoring.window
     config = step.config
-    cut, read = reads_prefixes(call), pages_read(call)
+    cut, read = reads_prefixes(call), call.reads
     # Rows without a past are attended over the K and V at hand, where there are any.
     at_hand = call.k is not None or bool((step.num_new < step.kv_lens_of(group)).all())
     exact = config.dense and at_hand
@@ -105,7 +106,7 @@ def attend(call: Call, plan: Plan) -> tuple[Tensor, Tensor]:
         storage.scratch(needed),
         call.scoring,
         return_lse=call.return_lse,
-        bounds=storage.bounds.of(call.layer) if pages_read(call) else None,
+        bounds=storage.bounds.of(call.layer) if call.reads else None,
     )
 
 
@@ -115,8 +116,3 @@ def page_mass(call: Call, lse: Tensor) -> Tensor:
     assert step.queries is not None
     rows = step.num_new, step.kv_lens_of(call.group), step.queries
     return mass_of_pages(call.q, call.pages[0], step.page_table(call.group), *rows, call.scoring)
-
-
-def pages_read(call: Call) -> int:
-    """Pages that a row's queries choose and read; 0 for all."""
-    return 0 if call.scoring.by_distance else call.step.config.pages_read

@@ -37,8 +37,7 @@ class Plan(NamedTuple):
 def plan(call: Call) -> Plan:
     """Cuts the step's rows into work of kernels."""
     step, group, scoring = call.step, call.group, call.scoring
-    num_heads, by_distance = call.q.shape[1], scoring.by_distance
-    read = 0 if by_distance else step.config.pages_read
+    num_heads, by_distance, read = call.q.shape[1], scoring.by_distance, call.reads
 
     def build() -> Plan:
         watched = _watched(step, group, num_heads)

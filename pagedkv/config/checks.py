@@ -24,8 +24,10 @@ def require_share(name: str, value: Any) -> None:
         raise TypeError(f"{name}: expected a share such as 0.5, got {type(value).__name__}")
 
 
-def check_groups(groups: Sequence[LayerGroup], num_layers: int, shapes: Sequence[KVShape]) -> None:
-    """Every layer is in one group, and a group's own numbers make a shape."""
+def check_groups(
+    groups: Sequence[LayerGroup], num_layers: int, shapes: Sequence[KVShape], page_size: int
+) -> None:
+    """Every layer is in one group, a group's own numbers make a shape, chunks are whole pages."""
     listed = sorted(layer for group in groups for layer in group.layers)
     if listed != list(range(num_layers)):
         raise ValueError(
@@ -38,8 +40,15 @@ def check_groups(groups: Sequence[LayerGroup], num_layers: int, shapes: Sequence
             require_int("groups: window", group.window, 1)
         for name in ("num_kv_heads", "head_dim", "v_head_dim"):
             require_int(f"groups: {name}", getattr(group, name), 0)
-        if not isinstance(group.v_is_k, bool):
-            raise TypeError(f"groups: v_is_k: expected a bool, got {type(group.v_is_k).__name__}")
+        for name in ("v_is_k", "chunked"):
+            value = getattr(group, name)
+            if not isinstance(value, bool):
+                raise TypeError(f"groups: {name}: expected a bool, got {type(value).__name__}")
+        if group.chunked and (group.window is None or group.window % page_size):
+            raise ValueError(
+                f"page_size: expected a divisor of {group.window}, the tokens of a chunk, since a "
+                f"chunk begins with a page, got {page_size}"
+            )
     for shape in shapes:
         if shape.v_is_k and shape.v_head_dim > shape.head_dim:
             raise ValueError(

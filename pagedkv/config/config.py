@@ -5,9 +5,11 @@ Nothing here imports torch, so a budget can be computed anywhere; dtypes go by n
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from dataclasses import fields as dataclass_fields
 from functools import cached_property
+from math import gcd
 from typing import TYPE_CHECKING, Any
 
 from pagedkv.errors import UnsupportedModelError
@@ -129,7 +131,8 @@ class CacheConfig(Sizes):
         object.__setattr__(self, "_given", {name: getattr(self, name) for name in _FOLLOW})
         object.__setattr__(self, "dtype", _dtype_name(self.dtype))
         object.__setattr__(self, "kv_format", format_pair(self.kv_format))
-        size = auto_page_size(self.page_size, self.kv_format, bool(self.read_tokens))
+        chunks = [group.window or 0 for group in self.groups if group.chunked]
+        size = auto_page_size(self.page_size, self.kv_format, bool(self.read_tokens), chunks)
         object.__setattr__(self, "page_size", size)
         if self.max_sequences is None:
             require_int("max_tokens", self.max_tokens, 1)
@@ -168,7 +171,7 @@ class CacheConfig(Sizes):
             windowed = any(group.window for group in self.groups)
             longest_step = min(self.max_tokens, 16_384) if windowed else self.max_tokens
             object.__setattr__(self, "max_step_tokens", longest_step)
-        check_groups(self.groups, self.num_layers, self.shapes)
+        check_groups(self.groups, self.num_layers, self.shapes, self.page_size)
         self._check_slots()
         check_states(self.states)
         if not self.states:
@@ -305,15 +308,19 @@ class CacheConfig(Sizes):
 
 
 def auto_page_size(
-    page_size: int | str, kv_format: str | tuple[str, str], chosen: bool = False
+    page_size: int | str,
+    kv_format: str | tuple[str, str],
+    chosen: bool = False,
+    chunks: Iterable[int] = (),
 ) -> int:
     """Resolves "auto": 16 tokens, or 32 with int4, whose scales of K then take half as much.
 
     Args:
         chosen: queries choose pages; with smaller pages there are more to choose from.
+        chunks: tokens of the chunks of chunked layers, which are whole pages.
     """
     if isinstance(page_size, str) and page_size == "auto":
-        return 32 if needs_staging(kv_format) and not chosen else 16
+        return gcd(32 if needs_staging(kv_format) and not chosen else 16, *chunks)
     require_int("page_size", page_size, 1)
     return int(page_size)
 

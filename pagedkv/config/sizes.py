@@ -10,6 +10,7 @@ from typing import Self
 
 from pagedkv.kernels.formats import DENSE, Format
 from pagedkv.models import DTYPE_BYTES, KVShape
+from pagedkv.models.kinds import Sight
 
 from .fields import Fields
 from .formats import formats_of
@@ -148,7 +149,13 @@ class Sizes(Fields):
     @property
     def windows(self) -> list[int | None]:
         """The window of every layer."""
-        return [self.groups[self.group_of[layer]].window for layer in range(self.num_layers)]
+        return [sight.window for sight in self.sights]
+
+    @property
+    def sights(self) -> list[Sight]:
+        """How far the queries of every layer see."""
+        groups = (self.groups[self.group_of[layer]] for layer in range(self.num_layers))
+        return [Sight(group.window, group.chunked) for group in groups]
 
     @property
     def bytes_per_token(self) -> int:

@@ -95,7 +95,7 @@ def over_pages(
     refuse_strange_sinks(module, s_aux)
     layer = staged.layer
     mask = as_mask(attention_mask, layer.cache)
-    mask.require_window(layer.index, layer.window)
+    mask.require_sight(layer.index, layer.sight)
     if layer.is_first:
         staged.require_same_depth(module)
     if sliding_window is not None and sliding_window != layer.window:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from pagedkv.errors import UnsupportedModelError
+from pagedkv.models.kinds import Sight
 
 from .forward_cache import NAME, ForwardCache, changed_after_cache
 
@@ -121,27 +122,26 @@ class MaskHandle(Handle):
 
     Attributes:
         cache: whose forward it is for.
-        windows: tokens that a query sees by it, None for all before it; a short text looks the same
-            by several windows.
+        sights: how far a query sees by it; a short text looks the same by several.
         padding: `[B, seen + q]`, False for padding; None without padding.
     """
 
     cache: ForwardCache
-    windows: Sequence[int | None]
+    sights: Sequence[Sight]
     padding: Tensor | None
 
     @classmethod
     def made(
         cls,
         cache: ForwardCache,
-        windows: Sequence[int | None],
+        sights: Sequence[Sight],
         padding: Tensor | None,
         shape: Sequence[int],
         device: torch.device,
     ) -> MaskHandle:
         """The handle of a mask; see its attributes."""
         mask = cls.of(shape, torch.bool, device)
-        mask.cache, mask.windows, mask.padding = cache, windows, padding
+        mask.cache, mask.sights, mask.padding = cache, sights, padding
         return mask
 
     def computed(self, function: Any, args: Any, kwargs: Any) -> Any:
@@ -158,20 +158,16 @@ class MaskHandle(Handle):
         )
 
     def _like(self, shape: Sequence[int]) -> MaskHandle:
-        return self.made(self.cache, self.windows, self.padding, shape, self.device)
+        return self.made(self.cache, self.sights, self.padding, shape, self.device)
 
-    def require_window(self, layer: int, held: int | None) -> None:
+    def require_sight(self, layer: int, held: Sight) -> None:
         """Raises where a layer attends under this mask and the cache holds another window of it."""
-        if held not in self.windows:
+        if held not in self.sights:
             raise UnsupportedModelError(
-                f"sliding_window: layer {layer} attends under a mask of {_said(self.windows[0])}, "
-                f"and by the model's configuration it has {_said(held)}; sliding_window and "
-                "layer_types have to say what its layers do"
+                f"sliding_window: layer {layer} attends under a mask of {self.sights[0]}, and by "
+                f"the model's configuration it has {held}; sliding_window and layer_types have to "
+                "say what its layers do"
             )
-
-
-def _said(window: int | None) -> str:
-    return "all tokens" if window is None else f"a window of {window}"
 
 
 def staged_of(key: Tensor, value: Tensor) -> Any:

@@ -32,6 +32,7 @@ class PagedLayer(CacheLayerMixin):
         super().__init__()
         self._cache = weakref.ref(cache)
         self.index, self.window = index, window
+        self.sight = cache.kv.config.sights[index]
         self.is_sliding = window is not None
         self.is_first = index == 0
         self.record_past = False  # transformers resets it by this name

@@ -9,11 +9,13 @@ import torch
 from torch import Tensor
 from transformers.masking_utils import (
     causal_mask_function,
+    chunked_causal_mask_function,
     sdpa_mask,
     sliding_window_causal_mask_function,
 )
 
 from pagedkv.errors import UnsupportedModelError
+from pagedkv.models.kinds import Sight
 
 from .before import masks_before
 from .forward_cache import ForwardCache, PagedLength
@@ -34,8 +36,8 @@ def mask_function(
         made: Tensor | None = make(**lengths, attention_mask=attention_mask, **kwargs)
         return made
     cache = kv_length.cache
-    windows = _windows_of(cache, **lengths, **kwargs)
-    if not windows:
+    sights = _sights_of(cache, attention_mask, **lengths, **kwargs)
+    if not sights:
         raise UnsupportedModelError(
             "attention_mask: this model asks for a mask that is not plain causal or sliding: it "
             "reads spans of images both ways, or the prompt holds packed sequences, which paged "
@@ -43,23 +45,24 @@ def mask_function(
         )
     shape = kwargs["batch_size"], 1, q_length, int(kv_length)
     device = kwargs.get("device", cache.kv.device)
-    return MaskHandle.made(cache, windows, attention_mask, shape, device)
+    return MaskHandle.made(cache, sights, attention_mask, shape, device)
 
 
-def _windows_of(
-    cache: ForwardCache, q_length: int, kv_length: int, **kwargs: Any
-) -> list[int | None]:
-    """The windows by which a mask is sliding, None where it is causal.
+def _sights_of(
+    cache: ForwardCache, padding: Tensor | None, q_length: int, kv_length: int, **kwargs: Any
+) -> list[Sight]:
+    """What a mask may be: causal, sliding by a window, or causal within chunks.
 
     A mask is told by functions of single places. One that was not made as plain ones are may be
     plain after all, as that of a text without images is: it is made, and held against plain ones.
     That takes milliseconds place by place; for one query, as every step has it, all are asked at
     once.
     """
-    asked = kwargs.get("mask_function", causal_mask_function)
-    if _made_alike(asked, _plain(told := kwargs.get("local_size"))):
-        return [told]
-    found: list[int | None] = [*dict.fromkeys((told, *cache.kv.config.windows))]
+    asked, batch = kwargs.get("mask_function", causal_mask_function), kwargs["batch_size"]
+    found = [*dict.fromkeys((Sight(kwargs.get("local_size")), *cache.kv.config.sights))]
+    plain = {sight: _plain(sight, padding, batch) for sight in found}
+    if alike := [sight for sight in found if _made_alike(asked, plain[sight])]:
+        return alike
     first = kwargs.pop("q_offset", 0)
     whole = {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
     kwargs |= {**whole, "kv_length": int(kv_length)}
@@ -71,15 +74,24 @@ def _windows_of(
         mask = sdpa_mask(**{**kwargs, **place})
         usual = {**kwargs, **place, "use_vmap": False}
         found = [
-            window
-            for window in found
-            if torch.equal(sdpa_mask(**{**usual, "mask_function": _plain(window)}), mask)
+            sight
+            for sight in found
+            if torch.equal(sdpa_mask(**{**usual, "mask_function": plain[sight]}), mask)
         ]
     return found
 
 
-def _plain(window: int | None) -> Any:
-    return causal_mask_function if window is None else sliding_window_causal_mask_function(window)
+def _plain(sight: Sight, padding: Tensor | None, batch: int) -> Any:
+    """The function of transformers' own mask; its chunks begin behind the padding of a row."""
+    if sight.window is None:
+        return causal_mask_function
+    if not sight.chunked:
+        return sliding_window_causal_mask_function(sight.window)
+    if padding is None:
+        left = torch.zeros(batch, dtype=torch.int64)
+    else:
+        left = (padding.cumsum(-1) == 0).sum(-1)
+    return chunked_causal_mask_function(sight.window, left)
 
 
 def _made_alike(a: Any, b: Any) -> bool:
@@ -93,4 +105,6 @@ def _made_alike(a: Any, b: Any) -> bool:
     if isinstance(a, FunctionType):
         cells = (tuple(cell.cell_contents for cell in f.__closure__ or ()) for f in (a, b))
         return a.__code__ is b.__code__ and _made_alike(*cells)
+    if isinstance(a, Tensor):
+        return torch.equal(a, b.to(a.device))
     return type(a) is int and bool(a == b)

@@ -10,6 +10,7 @@ from torch import Tensor
 from pagedkv.attention.api import attend_again, paged_attention
 from pagedkv.config import field_of
 from pagedkv.errors import UnsupportedModelError
+from pagedkv.models.kinds import Sight
 from pagedkv.step.metadata import StepMetadata
 
 from .forward_cache import ForwardCache, changed_after_cache, other_model
@@ -22,6 +23,7 @@ class StagingLayer(Protocol):
 
     index: int
     window: int | None
+    sight: Sight
     is_first: bool
     staged: Staged | None
 

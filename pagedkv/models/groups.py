@@ -25,6 +25,8 @@ class LayerGroup:
         v_head_dim: elements of V per head; 0 for as many as K's.
         v_is_k: V is the first `v_head_dim` elements of K, as in latent attention (MLA): pages keep
             K alone.
+        chunked: the window begins anew at every multiple of it (chunked attention, Llama 4); the
+            window is a multiple of the page size then.
     """
 
     layers: tuple[int, ...]
@@ -33,6 +35,7 @@ class LayerGroup:
     head_dim: int = 0
     v_head_dim: int = 0
     v_is_k: bool = False
+    chunked: bool = False
 
 
 @dataclass(frozen=True)
@@ -62,14 +65,14 @@ def paged_layers(
         shapes: of the layers with K and V; what differs from the first one's is said by a group.
         alone: layers without a window are a group each, so that each evicts pages of its own.
     """
-    windows = [kind.window for kind in kinds if kind.attention is not None]
+    sights = [(kind.window, kind.chunked) for kind in kinds if kind.attention is not None]
     members: dict[Any, list[int]] = {}
-    for i, (window, shape) in enumerate(zip(windows, shapes)):
-        own = i if alone and window is None else None
-        members.setdefault((window, shape, own), []).append(i)
+    for i, (sight, shape) in enumerate(zip(sights, shapes)):
+        own = i if alone and sight[0] is None else None
+        members.setdefault((*sight, shape, own), []).append(i)
     first = shapes[0]
     groups = []
-    for (window, shape, _), layers in members.items():
+    for (window, chunked, shape, _), layers in members.items():
         groups.append(
             LayerGroup(
                 tuple(layers),
@@ -78,6 +81,7 @@ def paged_layers(
                 head_dim=shape.head_dim if shape.head_dim != first.head_dim else 0,
                 v_head_dim=shape.v_head_dim if shape.v_head_dim != shape.head_dim else 0,
                 v_is_k=shape.v_is_k,
+                chunked=chunked,
             )
         )
     return {

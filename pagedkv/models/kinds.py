@@ -13,10 +13,29 @@ Keeps = Literal["attention", "state", "both", "none"]
 # By the names of transformers' configurations, and by older ones that files still have.
 KEEPS: dict[str, Keeps] = {
     "full_attention": "attention", "sliding_attention": "attention", "attention": "attention",
+    "chunked_attention": "attention",
     "linear_attention": "state", "conv": "state", "mamba": "state",
     "hybrid": "both", "hybrid_sliding": "both", "moe": "none", "mlp": "none",
 }  # fmt: skip
 WINDOWED = {"sliding_attention", "hybrid_sliding"}
+CHUNKED = "chunked_attention"
+
+
+class Sight(NamedTuple):
+    """How far a layer's queries see.
+
+    Attributes:
+        window: tokens, the query's own included; None for all.
+        chunked: the window begins anew at every multiple of it.
+    """
+
+    window: int | None = None
+    chunked: bool = False
+
+    def __str__(self) -> str:
+        if self.window is None:
+            return "all tokens"
+        return f"chunks of {self.window}" if self.chunked else f"a window of {self.window}"
 
 
 class LayerKind(NamedTuple):
@@ -27,12 +46,14 @@ class LayerKind(NamedTuple):
         window: tokens that its attention sees; None for all, or without attention.
         attention: its index among the layers with K and V; None if it has none.
         state: its index among the layers with a state; None if it has none.
+        chunked: the window begins anew at every multiple of it.
     """
 
     keeps: Keeps
     window: int | None = None
     attention: int | None = None
     state: int | None = None
+    chunked: bool = False
 
 
 def layer_kinds(text: Any) -> list[LayerKind]:
@@ -53,7 +74,6 @@ def layer_kinds(text: Any) -> list[LayerKind]:
     strange = sorted(set(names) - set(KEEPS))
     if strange:
         raise ValueError(f"config: layers of kind {', '.join(strange)} keep no pages")
-    window = field_of(text, "sliding_window")
     found: list[LayerKind] = []
     attentions = states = 0
     for name in names:
@@ -62,14 +82,23 @@ def layer_kinds(text: Any) -> list[LayerKind]:
         found.append(
             LayerKind(
                 keeps,
-                window if name in WINDOWED else None,
+                window_of(text, name),
                 attentions if attends else None,
                 states if remembers else None,
+                name == CHUNKED,
             )
         )
         attentions += attends
         states += remembers
     return found
+
+
+def window_of(text: Any, name: str) -> int | None:
+    """The window of a decoder's layers of a kind; None where they see all."""
+    if name == CHUNKED:
+        chunk: int | None = field_of(text, "attention_chunk_size")
+        return chunk
+    return field_of(text, "sliding_window") if name in WINDOWED else None
 
 
 def _names(text: Any) -> list[str]:

@@ -13,7 +13,7 @@ from pagedkv.errors import UnsupportedModelError
 
 from .checkpoint import Checkpoint, found_in, short_name
 from .facts import facts_of
-from .kinds import WINDOWED, LayerKind, layer_kinds, shared_layers
+from .kinds import LayerKind, layer_kinds, shared_layers, window_of
 from .names import attributes, inner_of, leaves_out_sizes, settings_of, with_dtype
 from .packing import method_of
 from .shapes import kv_shapes
@@ -134,8 +134,7 @@ class Model:
             )
         # Layers that attend to the K and V of others keep nothing.
         shared = c.layer_types[len(kinds) :] if shared_layers(c) else ()
-        windows = (c.sliding_window if name in WINDOWED else None for name in shared)
-        c.kinds = kinds + [LayerKind("attention", window) for window in windows]
+        c.kinds = kinds + [LayerKind("attention", window_of(c, name)) for name in shared]
         return c
 
     @property

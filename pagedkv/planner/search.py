@@ -120,7 +120,7 @@ def plan_memory(
         host_memory=None if host_memory is None else size_in_bytes("host_memory", host_memory),
         batch=_positive("batch", batch),
         length=default if length is None else _positive("length", length),
-        page_size=auto_page_size(page_size, kv_format),
+        page_size=auto_page_size(page_size, kv_format, chunks=_chunks(shape)),
         kv_dtype=dtype_name("kv_dtype", kv_dtype or shape.dtype, DTYPE_BYTES),
         kv_format=format_pair(kv_format),
         step_tokens=None if step_tokens is None else _positive("step_tokens", step_tokens),
@@ -236,6 +236,11 @@ def _hold(costs: Costs, placement: Placement) -> tuple[tuple[int, ...], bool]:
             if sum(costs.host(placement, held, head).values()) <= memory:
                 return held, head
     raise Short("host_memory", costs.host(placement, (), False))
+
+
+def _chunks(shape: ModelShape) -> list[int]:
+    """The tokens of the chunks of layers that have such."""
+    return [kind.window for kind in shape.settings.kinds if kind.chunked]
 
 
 def _require_experts(shape: ModelShape, asked: Asked) -> None:

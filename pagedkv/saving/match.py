@@ -294,6 +294,8 @@ def shape_of(config: CacheConfig) -> dict[str, Any]:
 def _group(config: CacheConfig, index: int) -> list[Any]:
     """Layers and window of a group, and its shape where it is not that of all."""
     group, shape = config.groups[index], config.shapes[index]
-    said = [list(group.layers), group.window]
+    said: list[Any] = [list(group.layers), group.window]
+    if group.chunked:
+        said[1] = f"chunks of {group.window}"
     plain = (config.num_kv_heads, config.head_dim, config.head_dim, False)
     return said if shape == plain else [*said, list(shape)]

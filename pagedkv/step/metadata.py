@@ -198,6 +198,44 @@ class StepMetadata(StepTensors):
         step: StepMetadata = self._once(("narrowed", counts.tobytes()), build)
         return step
 
+    def in_chunks(self, group: int) -> StepMetadata:
+        """This step as a group of chunked layers reads it: a row for each chunk that has queries.
+
+        A chunk is a slice of the page table. Within it attention is plainly causal, so such a row
+        begins at the chunk's first page, and its length counts from there.
+        """
+        chunk = self.config.groups[group].window
+        assert chunk is not None
+
+        def build() -> StepMetadata:
+            step, size = copy(self), self.config.page_size
+            step.queries, step.shared = None, {}
+            ends = self.kv_lens_of(group)
+            if int(self.num_new.max()) == 1:  # one chunk a row; a graph may replay it
+                step.kv_lens_host = (ends - 1) % chunk + 1
+                step._kv_lens = ((self.kv_lens(group) - 1).remainder(chunk) + 1).int()
+                first = ((self.kv_lens(group) - step._kv_lens) // size).long()
+                whole = self.page_table(group)
+                if self.bounded:
+                    step.kv_lens_host = np.full(len(ends), min(chunk, int(ends.max())))
+            else:
+                rows, starts, step.num_new, step.kv_lens_host = _chunks(self.num_new, ends, chunk)
+                told = np.stack([rows, starts // size, step.kv_lens_host])
+                at, first, lens = sent(told, self.query_start_loc.device)
+                step._kv_lens, whole = lens.int(), self.page_table(group)[at]
+                bounds = np.concatenate([[0], step.num_new.cumsum()]).astype(np.int32)
+                step.query_start_loc = sent(bounds, self.query_start_loc.device)
+                step.seqs = self.seqs[rows]
+            columns = torch.arange(min(chunk // size, whole.shape[1]), device=first.device)
+            places = (first[:, None] + columns).clamp_(max=whole.shape[1] - 1)
+            step._memo = {("page_table", group): whole.gather(1, places)}
+            step._memo |= {("kv_lens", group): step._kv_lens}
+            step._evicted_host = np.zeros_like(self._evicted_host[:, :1])
+            return step
+
+        step: StepMetadata = self._once(("chunks", group), build)
+        return step
+
     def _without(self, rows: Ints) -> StepMetadata:
         """A copy that has these rows alone, as far as reading goes."""
         step, groups = copy(self), range(len(self.config.groups))
@@ -243,3 +281,21 @@ class StepMetadata(StepTensors):
 
     def __repr__(self) -> str:
         return f"StepMetadata({len(self.seqs)} sequences, {self.num_tokens} tokens, {self.state})"
+
+
+def _chunks(new: Ints, ends: Ints, chunk: int) -> tuple[Ints, Ints, Ints, Ints]:
+    """The chunks that have queries, in the order of rows and tokens.
+
+    Args:
+        new, ends: `[B]`, new tokens of each row, and its length with them.
+
+    Returns:
+        Of each chunk its row, its first token, its queries, and its tokens up to the last query.
+    """
+    begins = ends - new
+    count = (ends - 1) // chunk - begins // chunk + 1
+    rows = np.repeat(np.arange(len(new)), count)
+    within = np.arange(len(rows)) - np.repeat(count.cumsum() - count, count)
+    starts = (begins[rows] // chunk + within) * chunk
+    stops = np.minimum(ends[rows], starts + chunk)
+    return rows, starts, stops - np.maximum(starts, begins[rows]), stops - starts

@@ -142,6 +142,20 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         | {"num_key_value_heads": 1, "n_routed_experts": 4, "num_experts_per_tok": 2}
         | {"moe_intermediate_size": 16},
     ),
+    "llama4": (
+        "Llama4Text",
+        {
+            **_SHAPE,
+            **_EXPERTS,
+            "num_hidden_layers": 4,
+            "intermediate_size_mlp": 48,
+            "attention_chunk_size": WINDOW,
+            "no_rope_layers": [1, 0, 1, 0],
+            "floor_scale": 6,
+            "layer_types": ["chunked_attention", "full_attention"] * 2,
+            "interleave_moe_layer_step": 2,
+        },
+    ),
     "granite_swa": ("GraniteSWA", {**_SHAPE, **_HYBRID, "num_hidden_layers": 4}),
     "granitemoe_swa": (
         "GraniteMoeSWA",
@@ -149,9 +163,9 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 # What most others are made of: whole texts and windows, both in turn, a softcap, learned positions,
-# experts, sinks, K and V projected in one, layers without positions, without K and V.
+# experts, sinks, K and V projected in one, layers without positions, without K and V, chunks.
 VARIED = ["llama", "mistral", "gemma3", "gemma2", "gpt2", "mixtral", "gpt_oss", "phi3", "smollm3"]
-VARIED += ["gemma3n", "gemma4"]
+VARIED += ["gemma3n", "gemma4", "llama4"]
 # Whose pages keep latents.
 LATENT = [
     "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "longcat_flash", "minicpm3", "youtu", "axk1",

@@ -45,10 +45,6 @@ UNSUPPORTED = {
         | {"index_n_heads": 2, "index_head_dim": 8},
         "compressed",
     ),
-    "Llama4ForCausalLM": (
-        {**WIDE, "num_local_experts": 2, "intermediate_size_mlp": 48, "attention_chunk_size": 8},
-        "chunked_attention",
-    ),
     "MambaForCausalLM": (
         {"vocab_size": 99, "hidden_size": 32, "num_hidden_layers": 2, "state_size": 8},
         "attention",
@@ -69,10 +65,9 @@ UNSUPPORTED = {
         "recurrent|kind",
     ),
 }
-CONFIGS = {"Llama4": "Llama4Text"}
 
 
 def unsupported(name: str) -> PreTrainedModel:
     kind = name.removesuffix("ForCausalLM").removesuffix("ForConditionalGeneration")
-    config = getattr(transformers, CONFIGS.get(kind, kind) + "Config")
+    config = getattr(transformers, kind + "Config")
     return getattr(transformers, name)(config(**UNSUPPORTED[name][0])).eval()

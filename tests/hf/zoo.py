@@ -131,6 +131,8 @@ OWN: dict[str, dict[str, Any]] = {
     "lfm2": {"layer_types": ["conv", _F]},
     "lfm2_moe": {"layer_types": ["conv", _F]},
     "lfm2_vl": {"text_config": {"layer_types": ["conv", _F]}},
+    "llama4": {"text_config": {"attention_chunk_size": 16}},
+    "llama4_text": {"attention_chunk_size": 16},  # whole pages of 4 bits
     "mamba2": {"num_heads": 8},
     "mistral4": {
         **_ALL_HEADS,

@@ -92,8 +92,8 @@ def test_windows_of_hybrids_are_groups_of_their_attention_layers():
 
 
 def test_unknown_layers_and_states_are_refused_by_name():
-    text = SimpleNamespace(**vars(tiny("llama").config), layer_types=["chunked_attention"] * 2)
-    with pytest.raises(ValueError, match="layers of kind chunked_attention keep no pages"):
+    text = SimpleNamespace(**vars(tiny("llama").config), layer_types=["striped_attention"] * 2)
+    with pytest.raises(ValueError, match="layers of kind striped_attention keep no pages"):
         layer_kinds(text)
     text.layer_types, text.model_type = ["linear_attention", "full_attention"], "unheard_of"
     with pytest.raises(UnsupportedModelError, match="the recurrent states of unheard_of are not"):
