@@ -3,7 +3,9 @@
 Finds a door that computes something else on the installed transformers, whatever release that is.
 """
 
+import json
 import re
+import shutil
 
 import pytest
 import torch
@@ -102,3 +104,24 @@ def test_a_model_whose_rounding_hides_everything_is_not_judged(pagedkv, checkpoi
     done = pagedkv("check", checkpoints("zeros", model=model), "-n", 4)
     assert done.exit_code == 2
     assert "too much to judge" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("field", "said"),
+    [
+        ("num_hidden_layers", "the tensors of its files"),
+        ("vocab_size", "the bits of its files"),
+        ("num_attention_heads", "the bits of its files"),
+    ],
+)
+def test_a_configuration_that_promises_what_no_file_holds_is_not_built(
+    pagedkv, model, tmp_path, monkeypatch, field, said
+):
+    # Alone finds: a model that is built as large as its configuration says, until memory ends.
+    folder = shutil.copytree(model, tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text("utf-8")) | {field: 10**9}
+    (folder / "config.json").write_text(json.dumps(config), "utf-8")
+    monkeypatch.setattr("transformers.AutoConfig.from_pretrained", None)
+    done = pagedkv("check", folder)
+    assert done.exit_code == 2
+    assert re.search(f"{field}: expected at most [0-9]+, {said}, got {10**9}$", done.stderr.strip())
