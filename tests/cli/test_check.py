@@ -27,6 +27,13 @@ def test_a_model_is_held_against_its_own_cache(pagedkv, model):
     assert all("3 of 3 answers equal" in way and way.endswith(": right") for way in ways)
 
 
+def test_a_text_that_holds_the_padding_is_answered_whole():
+    # Alone finds: a second turn that is called WRONG because the first one's answer held token 0.
+    model, ids = tiny(), torch.tensor([5, 0, 9, 7])
+    logits = model(ids[None], use_cache=False).logits[0, -1]
+    assert _alone(model, ids, 1).logits[0].allclose(logits, atol=1e-4)
+
+
 @pytest.mark.parametrize("way", ["PagedCache", "BatchGenerator"])
 def test_other_answers_are_told_by_the_exit_code(pagedkv, model, monkeypatch, way):
     from pagedkv.batch.packed import PackedCache
