@@ -112,7 +112,7 @@ def require_sizes(
         nbytes: of all of them; None where there are no files.
         file: the configuration's.
     """
-    limits = [(LAYERS, tensors, "the tensors of its files")]
+    limits: list[tuple[tuple[str, ...], int, str]] = [(LAYERS, tensors, "the tensors of its files")]
     if nbytes is None:
         limits = [(LAYERS, tensors, "as many as are planned without files")]
     else:
@@ -122,7 +122,10 @@ def require_sizes(
         for names, most, what in limits:
             for name in names if isinstance(said, Mapping) else ():
                 if isinstance(size := said.get(name), (int, float)) and size > most:
-                    _fail(file or Path("model"), f"{name}: expected at most {most}, {what}, got {size}")
+                    _fail(
+                        file or Path("model"),
+                        f"{name}: expected at most {most}, {what}, got {size}",
+                    )
 
 
 def weight_files(folder: Path, config: Mapping[str, Any]) -> dict[Path, list[str]]:
