@@ -21,7 +21,7 @@ class PagedKVError(Exception):
 
 
 class OtherRankError(PagedKVError, RuntimeError):
-    """What several processes do together ended, because one of the others has raised an error."""
+    """What several processes do together ended: another one raised an error, or does not come."""
 
 
 class OutOfPagesError(PagedKVError):

@@ -132,9 +132,10 @@ class Job:
         try:
             self._packed.require_open()
             self._packed.take_over()
-            ended = self._step()
-            if self._together is not None:
-                self._together.is_apart()
+            if self._together is None:
+                ended = self._step()
+            else:
+                ended = self._together.apart(self._step)
             if ended:
                 self._packed.require_adapters(self._adapters)
             return ended

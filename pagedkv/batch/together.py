@@ -10,13 +10,15 @@ from __future__ import annotations
 import signal
 import threading
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 from pagedkv.errors import OtherRankError
 from pagedkv.ranks import Ranks
 
 from .rows import Row
 from .source import Source
+
+T = TypeVar("T")
 
 
 class Together:
@@ -61,13 +63,24 @@ class Together:
         if pressed:
             raise KeyboardInterrupt
 
-    def is_apart(self) -> None:
-        """A step was computed: what happens on this rank now, the others do not know."""
+    def apart(self, step: Callable[[], T]) -> T:
+        """Computes a step. What happens on this rank from then on, the others do not know.
+
+        Raises:
+            OtherRankError: one of them is gone, or does not come.
+        """
+        with self._ranks.hearing():
+            ended = step()
         self._is_met = False
+        return ended
 
     def tell(self, error: BaseException) -> None:
         """Tells the others of an error by which the job ends here, if they wait to hear of it."""
-        if not self._is_met and isinstance(error, Exception):
+        if (
+            not self._is_met
+            and isinstance(error, Exception)
+            and not isinstance(error, OtherRankError)
+        ):
             self._is_met = True
             self._ranks.most(0, 0, 1)
             self._ranks.gather(f"{type(error).__name__}: {error}")
