@@ -132,10 +132,7 @@ class Job:
         try:
             self._packed.require_open()
             self._packed.take_over()
-            if self._together is None:
-                ended = self._step()
-            else:
-                ended = self._together.apart(self._step)
+            ended = self._step() if self._together is None else self._together.apart(self._step)
             if ended:
                 self._packed.require_adapters(self._adapters)
             return ended
