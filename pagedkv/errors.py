@@ -21,7 +21,7 @@ class PagedKVError(Exception):
 
 
 class OtherRankError(PagedKVError, RuntimeError):
-    """Another of the processes that share this work has raised an error, so it ended here, too."""
+    """Another of the processes that share this work raised an error, or does not come."""
 
 
 class OutOfPagesError(PagedKVError):

@@ -11,7 +11,8 @@ import json
 import os
 import pickle
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 from datetime import timedelta
 from hashlib import sha256
@@ -19,6 +20,8 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+
+from .errors import OtherRankError
 
 T = TypeVar("T")
 
@@ -74,9 +77,25 @@ class Ranks:
         """Whether this is the rank whose tokens count."""
         return self.rank == 0
 
+    @contextmanager
+    def hearing(self) -> Iterator[None]:
+        """Names the error of a group of which a process is gone, or late; it raises many kinds."""
+        try:
+            yield
+        except RuntimeError as error:
+            if isinstance(error, OtherRankError) or not self._is_lost(error):
+                raise
+            said = " ".join(str(error).split())
+            raise OtherRankError(f"another of {self.size} ranks is gone or late: {said}") from error
+
+    def _is_lost(self, error: RuntimeError) -> bool:
+        return self.size > 1 and (isinstance(error, self._dist.DistError) or "gloo" in str(error))
+
     def follow(self, tensor: Tensor) -> Tensor:
         """Overwrites a tensor on the model's device with that of the first rank."""
-        if self.size > 1:
+        if self.size == 1:
+            return tensor
+        with self.hearing():
             self._dist.broadcast(tensor, src=self._first, group=self._group)
         return tensor
 
@@ -85,7 +104,8 @@ class Ranks:
         if self.size == 1:
             return value
         values = [value]
-        self._dist.broadcast_object_list(values, src=self._first, group=self._host)
+        with self.hearing():
+            self._dist.broadcast_object_list(values, src=self._first, group=self._host)
         return values[0]
 
     def gather(self, value: Any) -> list[Any]:
@@ -93,7 +113,8 @@ class Ranks:
         if self.size == 1:
             return [value]
         values = [None] * self.size
-        self._dist.all_gather_object(values, value, group=self._host)
+        with self.hearing():
+            self._dist.all_gather_object(values, value, group=self._host)
         return values
 
     def most(self, *values: int) -> list[int]:
@@ -101,7 +122,8 @@ class Ranks:
         if self.size == 1:
             return list(values)
         numbers = torch.tensor(values, dtype=torch.int64, device="cpu")
-        self._dist.all_reduce(numbers, op=self._dist.ReduceOp.MAX, group=self._host)
+        with self.hearing():
+            self._dist.all_reduce(numbers, op=self._dist.ReduceOp.MAX, group=self._host)
         return numbers.tolist()
 
     def least(self, value: int) -> int:

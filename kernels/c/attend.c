@@ -293,7 +293,8 @@ static void finish(const Call *call, const Task *task, const int64_t *starts, in
     if (call->sinks) {
         float sink = call->sinks[head], level = most > sink ? most : sink;
         factor = total ? expf(most - level) : 0.0f;
-        total = total * factor + expf(sink - level);
+        /* An infinite one takes all: its distance from itself is no number. None counts as nothing. */
+        total = total * factor + (sink == INFINITY ? 1.0f : total || sink != -INFINITY ? expf(sink - level) : 0.0f);
         most = level;
     }
     lse = total ? most + logf(total) : -INFINITY;

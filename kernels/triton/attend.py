@@ -24,6 +24,7 @@ from .tile import load_tile, page_ids, pages_of, place, times
 
 LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
+INFINITE: tl.constexpr = tl.constexpr(3e38)  # stands for an infinite sink, whose distance is 0
 
 # What `terms` and `KIND` are, of which kernels pass all but the window through: `scoring.Terms` and
 # `scoring.ScoringKind`.
@@ -43,8 +44,17 @@ def before_tokens(terms, head, counted):
     if terms.sinks is not None:
         sink = tl.load(terms.sinks + head, mask=counted, other=float("-inf"))
         top = sink.to(tl.float32) * LOG2E
-        total = tl.where(top > float("-inf"), 1.0, 0.0)
+        top = tl.where(top == float("inf"), INFINITE, top)
+        total = tl.where(top == float("-inf"), 0.0, 1.0)
     return top, total
+
+
+@triton.jit
+def natural(level, total):
+    """The log-sum-exp of `total` weights at a level in powers of two."""
+    sums = (level + tl.log2(tl.where(total == 0, 1.0, total))) * LN2
+    sums = tl.where((level >= INFINITE) & (total > 0), float("inf"), sums)
+    return tl.where(total == 0, float("-inf"), sums)
 
 
 @triton.jit
@@ -301,5 +311,5 @@ def attend(
 
 
 # As in tile.py: hashed once, in one order.
-for _function in (before_tokens, made, token_scales, scales_at, attend):
+for _function in (before_tokens, natural, made, token_scales, scales_at, attend):
     getattr(_function, "cache_key", None)

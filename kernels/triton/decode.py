@@ -25,7 +25,7 @@ from pagedkv.kernels.scoring import Scoring, ScoringKind
 from . import merge_parts as merge
 from . import page_mass as observe
 from . import shared_prefix
-from .attend import LN2, attend, before_tokens
+from .attend import attend, before_tokens, natural
 from .launch import Geometry, Launcher, Target, in_units, pointers, target_of
 from .proved import is_on
 from .tile import follow, load_tile, store_tile, times, zeros
@@ -298,16 +298,16 @@ def _decode(
             *(True, CAUSAL, KIND.window, KIND),
             *(notes, CHUNK),
         )
-        safe = tl.where(total > 0, total, 1.0)
+        safe = tl.where(total == 0, 1.0, total)
         out = times(acc, (1.0 / safe)[:, None])
-        sums = tl.where(total > 0, top + tl.log2(safe), float("-inf"))
         if parts == 1:
             to = (token + query) * NUM_HEADS + head
             store_tile(out_ptr, to * V_DIM, real, out, V_WIDTH)
-            tl.store(lse_ptr + to, sums * LN2, mask=real)
+            tl.store(lse_ptr + to, natural(top, total), mask=real)
         else:
             to = ((partial + query) * most_parts + part) * NUM_HEADS + head
             store_tile(partial_ptr, to * V_DIM, real, out, V_WIDTH)
+            sums = tl.where(total == 0, float("-inf"), top + tl.log2(safe))
             tl.store(sums_ptr + to, sums, mask=real)
 
 

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .attend import LN2
+from .attend import natural
 from .launch import Launcher, Target, target_of
 from .proved import is_on
 from .tile import WIDEST, follow
@@ -65,7 +65,7 @@ def _merge(
             total = total * fade + tl.sum(weights, 0)
             acc = acc * fade + tl.sum(partial * weights[:, None], 0)
             level = higher
-        safe = tl.where(total > 0, total, 1.0)
+        safe = tl.where(total == 0, 1.0, total)
         out = acc / safe
         to = (begin + query).to(tl.int64) * NUM_HEADS + head
         tl.store(
@@ -73,8 +73,7 @@ def _merge(
             out.to(out_ptr.dtype.element_ty),
             mask=offs_d < HEAD_DIM,
         )
-        lse = tl.where(total > 0, (level + tl.log2(safe)) * LN2, float("-inf"))
-        tl.store(lse_ptr + to, lse)
+        tl.store(lse_ptr + to, natural(level, total))
 
 
 def merge_parts(

@@ -20,7 +20,7 @@ from torch import Tensor
 from pagedkv.kernels.formats import Pages
 from pagedkv.kernels.scoring import NO_WINDOW, Scoring, ScoringKind
 
-from .attend import LN2, attend, before_tokens
+from .attend import attend, before_tokens, natural
 from .decode import MOST_QUERIES
 from .launch import (
     Geometry,
@@ -236,11 +236,10 @@ def _prefill(
             *(V_FORMAT, V_STRIDE_N, V_STRIDE_G, V_STRIDE_P),
             *(BLOCK_N, STAGES, PACKED, STAGING, True, True, KIND.window, KIND),
         )
-        safe = tl.where(total > 0, total, 1.0)
+        safe = tl.where(total == 0, 1.0, total)
         to = (token + query) * NUM_HEADS + head
         store_tile(out_ptr, to * V_DIM, real, times(acc, (1.0 / safe)[:, None]), V_WIDTH)
-        sums = tl.where(total > 0, (top + tl.log2(safe)) * LN2, float("-inf"))
-        tl.store(lse_ptr + to, sums, mask=real)
+        tl.store(lse_ptr + to, natural(top, total), mask=real)
 
 
 class Plan(NamedTuple):

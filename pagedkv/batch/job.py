@@ -126,8 +126,7 @@ class Job:
         try:
             self._packed.require_open()
             self._packed.take_over()
-            ended = self._step()
-            self._sync.is_apart()
+            ended = self._sync.apart(self._step)
             if ended:
                 self._packed.require_adapters(self._adapters)
             return ended

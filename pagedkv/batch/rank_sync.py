@@ -12,13 +12,15 @@ import signal
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, TypeVar
 
 from pagedkv.errors import OtherRankError
 from pagedkv.ranks import Ranks
 
 from .prompt_queue import Coming, PromptQueue
 from .rows import Row
+
+T = TypeVar("T")
 
 
 class RankSync:
@@ -46,8 +48,9 @@ class RankSync:
         """
         self.is_over = is_over
 
-    def is_apart(self) -> None:
-        """Notes that this rank may fail alone from here to the next turn."""
+    def apart(self, step: Callable[[], T]) -> T:
+        """Computes a step; this rank may fail alone from then on to the next turn."""
+        return step()
 
     def tell(self, error: BaseException) -> None:
         """Tells the others of an error by which the job ends here, if they wait to hear of it."""
@@ -109,13 +112,21 @@ class ManyRanks(RankSync):
         if pressed:
             raise KeyboardInterrupt
 
-    def is_apart(self) -> None:
-        """See `RankSync`."""
+    def apart(self, step: Callable[[], T]) -> T:
+        """See `RankSync`.
+
+        Raises:
+            OtherRankError: one of the others is gone, or does not come.
+        """
+        with self._ranks.hearing():
+            ended = step()
         self._is_met = False
+        return ended
 
     def tell(self, error: BaseException) -> None:
         """See `RankSync`."""
-        if not self._is_met and isinstance(error, Exception):
+        heard = isinstance(error, OtherRankError)
+        if not self._is_met and isinstance(error, Exception) and not heard:
             self._is_met = True
             self._ranks.most(0, 0, 1)
             self._ranks.gather(f"{type(error).__name__}: {error}")

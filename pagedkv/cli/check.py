@@ -162,7 +162,8 @@ def _answers(found: Any, rows: int, prompt: int) -> list[Answer]:
 
 def _alone(model: Any, prompt: Tensor, tokens: int) -> Answer:
     asked = {"return_dict_in_generate": True, "output_logits": True, **_options(tokens)}
-    found = model.generate(prompt[None].to(model.device), **asked)
+    ids = prompt[None].to(model.device)  # an answer may hold the token that pads others
+    found = model.generate(ids, attention_mask=ids.new_ones(ids.shape), **asked)
     return _answers(found, 1, len(prompt))[0]
 
 

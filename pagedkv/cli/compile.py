@@ -128,12 +128,11 @@ def _card(arch: int | None) -> tuple[int, Chip]:
 def _without_weights(name: str, dtype: str) -> PreTrainedModel:
     """Makes a model whose weights are memory that is never written, which takes no room."""
     import torch
-    from transformers import AutoConfig
     from transformers.initialization import no_init_weights
 
-    from .loading import class_of, load
+    from .loading import class_of, config_of
 
-    config = load(AutoConfig, name)
+    config = config_of(name)
     wanted = config.dtype or torch.float32 if dtype == "auto" else getattr(torch, dtype)
     with no_init_weights():
         model: PreTrainedModel = class_of(name).from_config(config, dtype=wanted)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import torch
@@ -14,6 +15,8 @@ from transformers import (
     AutoTokenizer,
 )
 
+from pagedkv.errors import CheckpointError
+from pagedkv.models.checkpoint import found_in
 from pagedkv.storage.device import device_of
 
 from .errors import UsageError
@@ -41,6 +44,11 @@ def tokenizer_of(job: Job) -> Any:
 
 def config_of(name: str, argument: str = "MODEL") -> Any:
     """The configuration of a model; of one that is no decoder a UsageError."""
+    if os.path.isfile(os.path.join(name, "config.json")):
+        try:
+            found_in(name)  # its headers, before anything is made as large as it says
+        except CheckpointError as error:
+            raise UsageError(f"{argument}: {error}") from error
     config = load(AutoConfig, name, argument)
     known = (MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING)
     kind = config.model_type or type(config).__name__

@@ -28,6 +28,7 @@ from pagedkv.errors import ModelChangedError
 from pagedkv.pages.salts import Salt, first_of, with_first
 
 from .adapters import Held, acting, salted, state_of, tensors_of
+from .carried import carried_by
 from .foreign_hooks import foreign_hook
 from .shards import of_rank
 
@@ -61,11 +62,13 @@ def fingerprint_of(model: PreTrainedModel) -> bytes:
     if any(each.tensor.is_meta and not hasattr(each.tensor, "elements") for each in held):
         return b""
     kinds = [[each.name, str(each.tensor.dtype), list(each.tensor.shape)] for each in held]
-    facts = [type(model).__name__, _told(model.config), adapters, kinds]
+    settings, paths, carried = carried_by(model)
+    facts = [type(model).__name__, _told(model.config), adapters, kinds, *settings]
     digest = sha256(json.dumps(facts, sort_keys=True).encode())
     digest.update(of_rank(model, b""))
     for found in bits([_read(model, each) for each in held]):
         digest.update(found)
+    digest.update(repr(sorted(zip(paths, bits(carried)))).encode() if carried else b"")
     return digest.digest()
 
 
@@ -81,14 +84,19 @@ def sums_of(model: PreTrainedModel) -> bytes:
         return b""
     digest = sha256()
     for tensor in tensors:
-        if some_of(tensor) is not None:
-            for found in _sums(tensor.detach().contiguous().flatten().view(torch.uint8)):
-                digest.update(found.cpu().numpy().tobytes())
+        for found in _sums(tensor):
+            digest.update(found.cpu().numpy().tobytes())
+    _, paths, carried = carried_by(model)
+    sums = [[x.cpu().numpy().tobytes() for x in _sums(one)] for one in carried]
+    digest.update(repr(sorted(zip(paths, sums))).encode() if carried else b"")
     return digest.digest()
 
 
-def _sums(raw: Tensor) -> Iterator[Tensor]:
+def _sums(tensor: Tensor) -> Iterator[Tensor]:
     """Sums over the rows and over the columns of words, and what is less than a row as it is."""
+    if some_of(tensor) is None:
+        return
+    raw = tensor.detach().contiguous().flatten().view(torch.uint8)
     size = raw.numel() // ROW * ROW
     yield raw[size:]
     if not size:

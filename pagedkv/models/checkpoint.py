@@ -26,6 +26,12 @@ IN_ORDER = (
 # Where a configuration says how many layers of text there are; each has a tensor of its own.
 TEXT_PARTS = "text_config", "llm_config", "language_config"
 LAYERS = "num_hidden_layers", "n_layer", "num_layers", "n_layers"
+MOST_LAYERS = 10_000  # of a configuration without files; a skeleton takes a millisecond for each
+# Each is a side of some tensor, or a part of one, and no element is less than a bit.
+SIDES = (
+    "vocab_size", "hidden_size", "n_embd", "d_model", "intermediate_size", "ffn_dim", "n_inner",
+    "num_attention_heads", "n_head", "num_heads", "n_heads", "num_key_value_heads", "head_dim",
+)  # fmt: skip
 MOST_HEADER = 100_000_000  # bytes; the format's own limit
 BITS = {
     "BOOL": 8, "U8": 8, "I8": 8, "I16": 16, "U16": 16, "I32": 32, "U32": 32, "I64": 64, "U64": 64,
@@ -88,18 +94,38 @@ class Checkpoint:
         for file, said in files.items():
             if lost := next((name for name in said if name not in tensors), None):
                 _fail(file, f"an index says tensor {lost} is here, its header does not")
-        _require_layers(folder, config, len(tensors))
-        return cls(folder, tensors, config)
+        made = cls(folder, tensors, config)
+        require_sizes(config, len(tensors), made.nbytes, folder / "config.json")
+        return made
 
 
-def _require_layers(folder: Path, config: Mapping[str, Any], count: int) -> None:
-    """Raises where more layers are said than there are tensors, before a layer of them is made."""
+def require_sizes(
+    config: Mapping[str, Any],
+    tensors: int = MOST_LAYERS,
+    nbytes: int | None = None,
+    file: Path | None = None,
+) -> None:
+    """Raises where a configuration promises more than its files hold, before any of it is made.
+
+    Args:
+        tensors: in its files.
+        nbytes: of all of them; None where there are no files.
+        file: the configuration's.
+    """
+    limits: list[tuple[tuple[str, ...], int, str]] = [(LAYERS, tensors, "the tensors of its files")]
+    if nbytes is None:
+        limits = [(LAYERS, tensors, "as many as are planned without files")]
+    else:
+        limits.append((SIDES, 8 * nbytes, "the bits of its files"))
     every: list[Any] = [config, *map(config.get, TEXT_PARTS)]
     for said in every:
-        for name in LAYERS if isinstance(said, Mapping) else ():
-            if isinstance(layers := said.get(name), int) and layers > count:
-                what = f"{name}: expected at most {count}, the tensors of its files, got {layers}"
-                _fail(folder / "config.json", what)
+        for names, most, what in limits:
+            for name in names if isinstance(said, Mapping) else ():
+                if isinstance(size := said.get(name), (int, float)) and size > most:
+                    _fail(
+                        file or Path("model"),
+                        f"{name}: expected at most {most}, {what}, got {size}",
+                    )
 
 
 def weight_files(folder: Path, config: Mapping[str, Any]) -> dict[Path, list[str]]:
@@ -155,13 +181,16 @@ def found_in(model: str | Path) -> tuple[str, Checkpoint | dict[str, Any]]:
     folder = _folder(model)
     downloaded = folder != Path(model)
     name, config = str(model) if downloaded else short_name(folder), read_config(folder)
+    said = folder / "config.json"
     if SAFE not in (_taken(folder, config) or ""):
+        require_sizes(config, file=said)
         return name, config
     try:
         return name, Checkpoint.open(folder)
     except CheckpointError:
         if not downloaded:
             raise
+        require_sizes(config, file=said)
         return name, config  # a hub's cache may have some of the shards
 
 

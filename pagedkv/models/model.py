@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from pagedkv.errors import UnsupportedModelError
 
-from .checkpoint import Checkpoint, found_in, short_name
+from .checkpoint import Checkpoint, found_in, require_sizes, short_name
 from .facts import facts_of
 from .kinds import LayerKind, layer_kinds, shared_layers, window_of
 from .names import attributes, inner_of, leaves_out_sizes, settings_of, with_dtype
@@ -90,6 +90,7 @@ class Model:
         if hasattr(model, "config") and not isinstance(model, type):  # in memory, perhaps cast
             dtype, model = getattr(model, "dtype", None), model.config
         fields = model if isinstance(model, Mapping) else attributes(model)
+        require_sizes(fields)
         name = name or str(fields.get("_name_or_path") or fields.get("model_type") or "model")
         if find_spec("transformers") is None:
             raise ImportError(

@@ -33,7 +33,7 @@ def plan(tables: PageTables, seq: int, start: int, stop: int, tokens: Tokens) ->
 
     Raises:
         ValueError: there are no such tokens; or a window, a policy or a state has no way back; or
-            ids behind them are not known.
+            ids behind them are not known; or tokens of a salt's region would stand before it.
         SequenceTooLongError: the new text can never fit.
     """
     row = tables.row_of(seq)
@@ -43,6 +43,13 @@ def plan(tables: PageTables, seq: int, start: int, stop: int, tokens: Tokens) ->
         raise ValueError(
             f"start, stop: expected 0 <= start <= stop <= {size}, sequence {seq} has {size} "
             f"tokens, got {start}, {stop}"
+        )
+    regions = tables.chain(row).mixed
+    if tokens.size < stop - start and any(c * tables.page_size > start for c in regions):
+        raise ValueError(
+            f"tokens: expected at least {stop - start}: with fewer, tokens behind a region of the "
+            f"salt of sequence {seq} would move before it and be found by others; add the new text "
+            "with regions of its own"
         )
     text = np.concatenate([restore.text_of(tables, row), tables.uncached(seq)])
     changed = np.concatenate([tokens, text[stop:]])

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from pagedkv import PagedKVCache, paged_attention
+from pagedkv.kernels import reference
 from pagedkv.kernels.c.library import missing
 from tests.cases import one_group, window_only
 
@@ -103,12 +104,18 @@ def test_a_row_that_is_no_number_leaves_those_it_shares_a_prefix_with_alone(back
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_sinks_of_nan_give_nan(backend):
+def test_sinks_that_are_no_numbers_give_what_the_mathematics_says(backend):
     cache = PagedKVCache(one_group(head_dim=D), device="cpu", backend=backend)
-    sinks = torch.tensor([0.5, math.nan, 0.5, 0.5])
+    sinks = torch.tensor([0.5, math.nan, math.inf, -math.inf])
     for count in (6, 1):
         step = cache.prepare([cache.add()], num_new=[count])
         q, k, v = (torch.ones(count, heads, D) for heads in (H, G, G))
-        out = paged_attention(q, k, v, step, 0, sinks=sinks)
+        out, lse = paged_attention(q, k, v, step, 0, sinks=sinks, return_lse=True)
         cache.abort(step)
-        assert out.isnan().all(-1).all(0).tolist() == [False, True, False, False]
+        pages = torch.zeros(1, G, count, D, dtype=torch.float64)
+        rows = torch.tensor([[0]]), torch.tensor([count]), torch.tensor([0, count])
+        k_pages, v_pages = (pages + x.double().transpose(0, 1) for x in (k, v))
+        terms = {"scale": D**-0.5, "sinks": sinks.double()}
+        right = reference.paged_attention(q.double(), k_pages, v_pages, *rows, **terms)
+        for mine, other in zip((out, lse), right):
+            torch.testing.assert_close(mine.double(), other, equal_nan=True, rtol=1e-5, atol=1e-6)

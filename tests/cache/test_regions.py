@@ -131,6 +131,20 @@ def test_a_store_keeps_regions_apart(folder):
         assert found(stored.make(folder), salt, stored.TEXT) == length
 
 
+def test_a_splice_moves_no_token_out_of_its_region():
+    """Finds a user's tokens where the public region was, once what stood before them is shorter."""
+    cache = make()
+    seq = computed(cache, of(b"a", 9))
+    with pytest.raises(ValueError, match="would move before it and be found by others"):
+        cache.splice(seq, 0, 6, [1])
+    assert cache.length(seq) == 14
+    cache.splice(seq, 0, 1, [1, 2])  # further back they stay the user's
+    advance(cache, {seq: cache.uncached(seq)})
+    assert found(cache, b"", [1, 2, *TEXT[1:], 99]) == 8
+    cache.splice(seq, 10, 12, [])
+    assert cache.length(seq) == 10
+
+
 def test_a_file_is_loaded_under_regions(tmp_path):
     cache = make(one_group(fingerprint=b"a model"))
     cache.save(computed(cache, b""), tmp_path / "x")

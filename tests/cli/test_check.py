@@ -3,7 +3,9 @@
 Finds a door that computes something else on the installed transformers, whatever release that is.
 """
 
+import json
 import re
+import shutil
 
 import pytest
 import torch
@@ -23,6 +25,13 @@ def test_a_model_is_held_against_its_own_cache(pagedkv, model):
     assert "rounds its logits by" in own
     assert [way[:14].strip() for way in ways] == ["PagedCache", "a second turn", "BatchGenerator"]
     assert all("3 of 3 answers equal" in way and way.endswith(": right") for way in ways)
+
+
+def test_a_text_that_holds_the_padding_is_answered_whole():
+    # Alone finds: a second turn that is called WRONG because the first one's answer held token 0.
+    model, ids = tiny(), torch.tensor([5, 0, 9, 7])
+    logits = model(ids[None], use_cache=False).logits[0, -1]
+    assert _alone(model, ids, 1).logits[0].allclose(logits, atol=1e-4)
 
 
 @pytest.mark.parametrize("way", ["PagedCache", "BatchGenerator"])
@@ -102,3 +111,24 @@ def test_a_model_whose_rounding_hides_everything_is_not_judged(pagedkv, checkpoi
     done = pagedkv("check", checkpoints("zeros", model=model), "-n", 4)
     assert done.exit_code == 2
     assert "too much to judge" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("field", "said"),
+    [
+        ("num_hidden_layers", "the tensors of its files"),
+        ("vocab_size", "the bits of its files"),
+        ("num_attention_heads", "the bits of its files"),
+    ],
+)
+def test_a_configuration_that_promises_what_no_file_holds_is_not_built(
+    pagedkv, model, tmp_path, monkeypatch, field, said
+):
+    # Alone finds: a model that is built as large as its configuration says, until memory ends.
+    folder = shutil.copytree(model, tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text("utf-8")) | {field: 10**9}
+    (folder / "config.json").write_text(json.dumps(config), "utf-8")
+    monkeypatch.setattr("transformers.AutoConfig.from_pretrained", None)
+    done = pagedkv("check", folder)
+    assert done.exit_code == 2
+    assert re.search(f"{field}: expected at most [0-9]+, {said}, got {10**9}$", done.stderr.strip())

@@ -54,6 +54,24 @@ def sizes(folder: str, more: float) -> int:
         return batched.cache.config.max_tokens
 
 
+def killed(folder: str, prompts: Sequence[Any], within: bool) -> tuple[str, str]:
+    """The last rank dies in the middle of a forward, or between two steps."""
+
+    def dies(*_: Any) -> None:
+        if rank():
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def all_of_them() -> None:
+        for _ in batched.stream(prompts, **LAST):
+            if not within:
+                dies()
+
+    with generator(folder) as batched:
+        if within:
+            model_of(folder).model.layers[1].register_forward_pre_hook(dies)
+        return error_of(all_of_them)
+
+
 def without_memory(folder: str) -> tuple[str, str]:
     from pagedkv.cache import cache
 

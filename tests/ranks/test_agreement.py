@@ -4,7 +4,7 @@ import pytest
 
 from tests.hf.tiny import prompts
 from tests.ranks.differing import sizes
-from tests.ranks.pool import run
+from tests.ranks.pool import outcomes, run
 
 ME = "tests.ranks.differing"
 
@@ -76,6 +76,16 @@ def test_an_error_of_one_rank_is_heard_by_all(llama, what, said):
     found = run(2, f"{ME}:failing", llama, asked(), what)
     assert said in str(found[1])
     assert all(found), found
+
+
+@pytest.mark.parametrize("within", [True, False])
+def test_a_rank_that_dies_ends_the_others_by_a_named_error(llama, within):
+    # Alone finds: an error of the process group, in its words and of its class, or a hang.
+    first, last = outcomes(2, f"{ME}:killed", llama, asked(), within)
+    assert last.error == "died"
+    kind, said = first.result
+    assert kind == "OtherRankError"
+    assert said.startswith("another of 2 ranks is gone or late: ")
 
 
 @pytest.mark.parametrize("pressed", [(1,), (0,), (0, 1)])

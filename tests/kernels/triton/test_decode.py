@@ -105,13 +105,17 @@ def test_a_step_without_a_single_key_is_all_zeros():
 def test_a_sink_of_minus_infinity_is_no_sink_and_a_great_one_takes_all():
     step = step_of([(1, 130), (2, 9)], sinks=True)
     plain = step_of([(1, 130), (2, 9)])
-    step.options["sinks"][:] = torch.tensor([-torch.inf, 100.0, -torch.inf, 0.0])
+    step.options["sinks"][:] = torch.tensor([-torch.inf, 100.0, -torch.inf, torch.inf])
     out, lse = attend(step)
     check(step, (out, lse))
+    assert not out[:, 3].any()
+    assert lse[:, 3].isposinf().all()
     for mine, without in zip((out, lse), attend(plain), strict=True):
         assert torch.equal(mine[:, [0, 2]], without[:, [0, 2]])
     assert (out[:, 1].abs() < 1e-30).all()
     assert (lse[:, 1] == 100).all()
+    step.options["sinks"][0] = torch.nan
+    assert all(x[:, 0].isnan().all() and not x[:, 1:].isnan().any() for x in attend(step))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, *HALF], ids=str)
