@@ -3,7 +3,8 @@
 `schedule` composes a batch and opens its step; `book` takes in what the step did.
 
 Rows join and leave at every step. A step feeds every decoding row its last token and fills what is
-left of its token budget with prompts, in the order they came. Five rules shape the rest:
+left of its token budget with prompts, in the order they came: that of their source, which may have
+put those of one prefix together (`order.py`). Five rules shape the rest:
 
 - A prefix of a page or more is computed once. A prompt that shares more with one still being
   computed than is stored so far waits for that, instead of computing it again beside it.
