@@ -8,24 +8,24 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Sequence
 
-import numpy as np
+from pagedkv.arrays import Ints
 
 
-def by_prefix(texts: Sequence[bytes], salts: Iterable[Hashable], page: int) -> list[int]:
+def by_prefix(texts: Sequence[Ints], salts: Iterable[Hashable], page: int) -> list[int]:
     """The places of prompts in an order in which prefixes stand together.
 
     Args:
-        texts: ids of each, as the bytes of int32.
+        texts: ids of each.
         salts: of each; only those under one salt share anything.
-        page: bytes of the ids of a page; what is shorter does not count.
+        page: ids of a page; what is shorter does not count.
     """
     found: list[int] = []
     left = _parted(range(len(texts)), salts)
     while left:
         alike = left.pop()
-        some = [texts[i] for i in alike]
-        depth = _common(min(some), max(some)) // page * page
-        parts = _parted(alike, (text[depth : depth + page] for text in some))
+        first, *others = (texts[i] for i in alike)
+        depth = min((_shared(first, other) for other in others), default=0) // page * page
+        parts = _parted(alike, (texts[i][depth : depth + page].tobytes() for i in alike))
         if len(alike) < 3 or len(parts) == 1:
             found += alike
         else:
@@ -41,8 +41,8 @@ def _parted(places: Iterable[int], keys: Iterable[Hashable]) -> list[list[int]]:
     return [*parts.values()][::-1]
 
 
-def _common(text: bytes, other: bytes) -> int:
-    """Bytes that two texts begin with alike, in whole ids."""
+def _shared(text: Ints, other: Ints) -> int:
+    """Ids that two texts begin with alike."""
     size = min(len(text), len(other))
-    same = np.frombuffer(text, np.int32, size // 4) == np.frombuffer(other, np.int32, size // 4)
-    return size if same.all() else 4 * int(same.argmin())
+    same = text[:size] == other[:size]
+    return size if same.all() else int(same.argmin())

@@ -127,12 +127,10 @@ class Source:
         """Puts prompts that are known together by the pages that they begin with."""
         self.read(sys.maxsize)
         read = [*self._read]
-        texts = [
-            b"" if isinstance(coming.prompt, Unread) else coming.prompt.astype(np.int32).tobytes()
-            for coming in read
-        ]
-        salts = [up_to(coming.own["salt"], page_size) for coming in read]
-        self._read = deque(read[i] for i in by_prefix(texts, salts, 4 * page_size))
+        nothing = np.empty(0, int)
+        texts = [nothing if isinstance(one.prompt, Unread) else one.prompt for one in read]
+        salts = [up_to(one.own["salt"], page_size) for one in read]
+        self._read = deque(read[i] for i in by_prefix(texts, salts, page_size))
 
     def put(self, coming: Coming) -> None:
         """Adds a prompt behind all others; any thread may call it."""

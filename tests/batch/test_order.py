@@ -24,11 +24,11 @@ def behind_prefixes(count, each, prefix, own, seed=0):
 def test_the_order_is_that_of_the_first_at_every_page():
     for seed in range(examples(50)):
         source = np.random.default_rng(seed)
-        ids = [source.integers(0, 2, source.integers(0, 9)).astype(np.int32) for _ in range(30)]
-        texts, salts, page = [i.tobytes() for i in ids], source.integers(0, 2, 30).tolist(), 8
+        ids = [source.integers(0, 2, source.integers(0, 9)) for _ in range(30)]
+        salts, page = source.integers(0, 2, 30).tolist(), 2
         pieces = [
-            [salt, *(text[k : k + page] for k in range(0, len(text) + page, page))]
-            for salt, text in zip(salts, texts)
+            [salt, *(text[k : k + page].tolist() for k in range(0, len(text) + page, page))]
+            for salt, text in zip(salts, ids)
         ]
 
         def firsts(i, pieces=pieces):
@@ -38,7 +38,7 @@ def test_the_order_is_that_of_the_first_at_every_page():
                 for depth in range(1, len(pieces[i]) + 1)
             ]
 
-        assert by_prefix(texts, salts, page) == sorted(range(30), key=firsts)
+        assert by_prefix(ids, salts, page) == sorted(range(30), key=firsts)
 
 
 def test_a_job_behind_many_prefixes_computes_each_token_once_though_pages_hold_a_tenth():
