@@ -22,12 +22,14 @@ from pagedkv.pages import step as pages_step
 from pagedkv.pages.check import check
 from pagedkv.pages.ids import pack
 from pagedkv.pages.tables import PageTables
+from pagedkv.planner.shards import own_tokens
 
 PAGE = 16
 SIZES = {
-    "small": {"batch": 32, "tokens": 256, "pages": 1_000, "steps": 64, "pools": (1_000, 20_000)},
+    "small": {"batch": 32, "tokens": 256, "pages": 1_000, "steps": 64, "pools": (1_000, 20_000)}
+    | {"behind": (5, 128, 16, 4)},  # prompts, tokens of a prefix, of a prompt's own, new ones
     "full": {"batch": 256, "tokens": 2048, "pages": 40_000, "steps": 320}
-    | {"pools": (10_000, 1_000_000)},
+    | {"pools": (10_000, 1_000_000), "behind": (20, 256, 32, 8)},
 }
 
 
@@ -216,15 +218,11 @@ def bench_between_forwards(shape: dict[str, Any], record: Any, claim: Any) -> No
     So the processor's caches stay ours, as they do where a card computes.
     """
     import torch
-    import transformers
 
     from benchmarks.bench_whole_jobs import BATCH, PLAIN, padded_batch
     from pagedkv import BatchGenerator
 
-    sizes = {"vocab_size": 512, "hidden_size": 32, "intermediate_size": 64}
-    sizes |= {"num_hidden_layers": 1, "num_attention_heads": 2, "eos_token_id": None}
-    config = transformers.LlamaConfig(max_position_embeddings=2048, pad_token_id=0, **sizes)
-    tiny = transformers.LlamaForCausalLM(config).eval()
+    tiny = one_layer()
     rows, steps = shape["batch"] // 4, shape["steps"] // 5
     source = np.random.default_rng(0)
     prompts = [source.integers(10, 500, n).tolist() for n in np.linspace(16, 80, rows).astype(int)]
@@ -240,10 +238,53 @@ def bench_between_forwards(shape: dict[str, Any], record: Any, claim: Any) -> No
     seconds = {PLAIN: gaps(tiny, theirs, steps), BATCH: gaps(tiny, ours, steps)}
     record(name, seconds)
     claim(name, f"{BATCH} / generate", median(seconds[BATCH]) / median(seconds[PLAIN]))
-    logits = torch.zeros(rows, config.vocab_size)
+    logits = torch.zeros(rows, tiny.config.vocab_size)
     peak = shortest(lambda: logits.argmax(-1).tolist(), 20)
     own = 1e6 * (median(seconds[BATCH]) - peak)
     claim(name, f"{BATCH} without the arg max", own, "us", 300)
+
+
+def one_layer() -> Any:
+    """A language model of one small layer."""
+    import transformers
+
+    sizes = {"vocab_size": 512, "hidden_size": 32, "intermediate_size": 64}
+    sizes |= {"num_hidden_layers": 1, "num_attention_heads": 2, "eos_token_id": None}
+    config = transformers.LlamaConfig(max_position_embeddings=2048, pad_token_id=0, **sizes)
+    return transformers.LlamaForCausalLM(config).eval()
+
+
+def bench_many_prefixes(shape: dict[str, Any], alternate: Alternate, claim: Any) -> None:
+    """Prompts behind 200 prefixes in random order, in pages for a tenth of the prefixes.
+
+    A list is known beforehand, so that prefixes can be put together; of an iterator they come as
+    they come.
+    """
+    from pagedkv import BatchGenerator
+
+    source, count = np.random.default_rng(0), 200
+    each, prefix, own, new = shape["behind"]
+    starts = source.integers(10, 500, (count, prefix)).repeat(each, axis=0)
+    prompts = np.hstack([starts, source.integers(10, 500, (len(starts), own))])
+    prompts = source.permutation(prompts).tolist()
+    distinct = sum(own_tokens(prompts))
+    known, comes = "a list", "an iterator"
+    computed, answers = dict[str, int](), dict[str, list[list[int]]]()
+    with BatchGenerator(one_layer(), max_tokens=count * prefix // 10) as generator:
+
+        def job(name: str) -> None:
+            generator.cache.clear_prefixes()
+            given = prompts if name == known else iter(prompts)
+            results = generator.generate(given, max_new_tokens=new, do_sample=False)
+            answers[name] = [result.tokens for result in results]
+            computed[name] = generator.stats.computed - (new - 1) * len(prompts)
+
+        name, ways = "200 prefixes, pages for 20", {n: partial(job, n) for n in (known, comes)}
+        seconds = alternate(name, ways, rounds=1, warmup=0)
+    assert answers[known] == answers[comes]
+    claim(name, "tokens computed / distinct", computed[known] / distinct, target=1.01)
+    claim(name, "tokens computed, a list / an iterator", computed[known] / computed[comes])
+    claim(name, "a list / an iterator", ratio(seconds, known, comes))
 
 
 def gaps(model: Any, generate: Callable[[], None], steps: int) -> list[float]:

@@ -235,7 +235,7 @@ class BatchGenerator:
 
         Prompts of an iterator are read as rows leave, up to a few hundred ahead. What is wrong with
         one of them is its row's error; what the iterator raises is raised after the rows that it
-        gave before.
+        gave before. A list that does not fit into the pages together is taken prefix by prefix.
 
         A paused stream keeps its pages. Other rows of its thread that need those pages end as
         errors; rows of other threads wait.
@@ -266,7 +266,11 @@ class BatchGenerator:
         may_see = every is None or any(
             isinstance(prompt, Unread) and not isinstance(prompt, Refused) for prompt in ids
         )
-        return PromptQueue(ids, {"salt": salts, **chosen.own}, every is not None), may_see, chosen
+        source = PromptQueue(ids, {"salt": salts, **chosen.own}, every is not None)
+        known = [] if every is None else [one for one in ids if not isinstance(one, Unread)]
+        if sum(map(len, known)) > self.cache.config.max_tokens:  # else all prefixes stay
+            source.put_together(self.cache.config.page_size)
+        return source, may_see, chosen
 
     def events(self, *, logprobs: bool = False) -> Events:
         """Rows that are added while others run, and each token as an event.

@@ -13,8 +13,12 @@ from collections.abc import Iterable, Mapping
 from time import perf_counter
 from typing import Any, NamedTuple
 
+import numpy as np
+
+from pagedkv.pages.salts import up_to
 from pagedkv.ranks import Ranks, spelled
 
+from .order import by_prefix
 from .prompts import Unread
 
 AT_ONCE = 0.02  # seconds
@@ -118,6 +122,15 @@ class PromptQueue:
                 self.read(sys.maxsize)
             said = self.said(self.num_read) if self.known else b""
             ranks.require_same("prompts and options", spelled(beside) + said)
+
+    def put_together(self, page_size: int) -> None:
+        """Puts prompts that are known together by the pages that they begin with."""
+        self.read(sys.maxsize)
+        read = [*self._read]
+        nothing = np.empty(0, int)
+        texts = [nothing if isinstance(one.prompt, Unread) else one.prompt for one in read]
+        salts = [up_to(one.own["salt"], page_size) for one in read]
+        self._read = deque(read[i] for i in by_prefix(texts, salts, page_size))
 
     def put(self, coming: Coming) -> None:
         """Adds a prompt behind all others; any thread may call it."""

@@ -4,7 +4,8 @@
 the rows that hold pages, `heads.py` says which prompts wait for one another.
 
 Rows join and leave at every step. A step feeds every decoding row its last token and fills what is
-left of its token budget with prompts, in the order they came. Two rules shape the rest:
+left of its token budget with prompts, in the order of their queue, which may have put those of one
+prefix together (`order.py`). Two rules shape the rest:
 
 - A row with samples joins when there are places for these, too. They would not be lost without, but
   what they share with it might be by the time they join.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import sys
 from functools import partial
+from math import inf
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -34,6 +35,8 @@ EXIT_CODES = (
 PICTURES = (".png", ".pdf", ".svg")
 # The names of `pagedkv.retention.POLICIES`, which brings numpy along: --help does not wait for it.
 POLICIES = ("fifo", "sinks", "lru", "importance", "keydiff", "semantic")
+# What is tried for a wish: formats, and shares of pages with each of them.
+WISHED = ("int8", "int8,int4", "int4"), ("keydiff:0.75", "keydiff:0.5")
 SEVERAL = ("--kv-format", "--retention", "--read-tokens", "--text")
 
 
@@ -108,6 +111,15 @@ def quality(
     device: Annotated[
         str, COMPUTE(metavar="DEVICE", help="auto, or for example cpu, cuda, cuda:1.")
     ] = "auto",
+    at_most: Annotated[
+        float | None,
+        TRIED(
+            "--at-most",
+            metavar="NATS",
+            help="Find the smallest that stays below this KL on texts like these, of which windows "
+            "of --length tokens are read. [dim]0.01 is hardly ever seen.[/dim]",
+        ),
+    ] = None,
     plot: Annotated[
         Path | None,
         OUTPUT(metavar="PICTURE", help="Draw the figures into a .png, .pdf or .svg."),
@@ -119,15 +131,21 @@ def quality(
     """Measure what a model loses when its cache keeps less, and say what to use.
 
     MODEL comes first, because some options take several values.
-    If nothing is asked for, int8 and int4 are tried.
+    If nothing is asked for, int8 and int4 are tried, and with --at-most some formats and shares.
 
     For example:
 
     pagedkv quality MODEL --text mine.txt --retention keydiff:0.5 sinks:512
+
+    pagedkv quality MODEL --text mine.txt --at-most 0.01
     """
     console = Console(stderr=True, highlight=False, markup=False, emoji=False, soft_wrap=True)
     with Ending() as ending:
         try:
+            if at_most is not None and not 0 < at_most < inf:
+                raise UsageError(f"--at-most: expected nats above 0, got {at_most:g}")
+            if at_most is not None and not (kv_format or retention or read_tokens):
+                kv_format, retention, combine = [*WISHED[0]], [*WISHED[1]], True
             asked = combinations(kv_format, retention, read_tokens, combine)
             texts = read_texts(text) if text else None
             _require_outputs(plot, as_json, text or [])
@@ -136,7 +154,8 @@ def quality(
                 screen.doing("loading torch and transformers")
                 from .quality_run import run
 
-                options = {"length": length, "page_size": page_size, "texts": texts}
+                options: dict[str, Any] = {"length": length, "page_size": page_size}
+                options |= {"texts": texts, "at_most": at_most}
                 outputs = {"plot": plot, "as_json": as_json}
                 code = run(model, asked, options, outputs, number_type, device, screen)
         except UsageError as error:

@@ -20,9 +20,10 @@ from rich.text import Text
 from transformers import AutoTokenizer
 
 from pagedkv.errors import PagedKVError
-from pagedkv.quality import Measured, Quality, measure_quality, variant
-from pagedkv.quality.measure import FORGETS, GOOD, LEAST_RECALL, MOST_KL, VISIBLE
+from pagedkv.quality import Measured, Promise, Quality, measure_quality, variant
+from pagedkv.quality.measure import FORGETS, GOOD, LEAST_RECALL, VISIBLE
 from pagedkv.quality.probes import probes
+from pagedkv.quality.promise import DRAWS, ENOUGH, windows_of
 
 from .errors import UsageError
 from .loading import class_of, load, pick
@@ -72,7 +73,7 @@ def run(
 
     Args:
         asked: arguments of `variant`.
-        options: `texts`, `length` and `page_size`.
+        options: `texts`, `length`, `page_size` and `at_most`.
         outputs: where to write: `plot` and `as_json`.
 
     Returns:
@@ -90,6 +91,8 @@ def run(
     screen.doing("encoding texts")
     try:
         found = probes(tokenizer, length, texts)
+        if options["at_most"] is not None:
+            windows_of(tokenizer, length, texts)
         longest = max(len(probe.ids) for probe in found.values() if probe.running)
         sizes = {"length": longest, "page_size": options["page_size"]}
         variants = [variant(**each, **sizes) for each in asked]
@@ -100,7 +103,8 @@ def run(
         model = load(class_of(name), name, dtype=number_type).eval().to(chosen)
         pace = Reading()
         screen.doing(pace)
-        quality = measure_quality(model, tokenizer, variants, texts, length=length, tell=pace.tell)
+        wish = {"length": length, "at_most": options["at_most"]}
+        quality = measure_quality(model, tokenizer, variants, texts, **wish, tell=pace.tell)
     except (PagedKVError, ValueError, TypeError) as error:
         raise UsageError(_words(str(error))) from error
     except (RuntimeError, MemoryError) as error:
@@ -120,10 +124,13 @@ def show(quality: Quality, length: int, console: Console) -> None:
     hidden = quality.full.needles is not None
     for heading in [*headings, *["\nneedles"] * hidden]:
         table.add_column(heading, justify="right", no_wrap=True)
+    if quality.promise is not None:
+        table.add_column("\nheld", justify="right", no_wrap=True)
     table.add_column("\nverdict", no_wrap=True)
     for each in (quality.full, *quality.variants):
-        table.add_row(*_cells(each, each is quality.full, hidden))
-    never = ["never saw it", *[""] * 5, f"{quality.unseen:.2f}", *[""] * hidden, ""]
+        *cells, verdict = _cells(each, each is quality.full, hidden)
+        table.add_row(*cells, *_held(quality.promise, each.name), verdict)
+    never = ["never saw it", *[""] * 5, f"{quality.unseen:.2f}"]
     table.add_row(*never, style="dim")
     console.print(table)
     console.print(_caption(quality, length), style="dim")
@@ -148,6 +155,12 @@ def _cells(measured: Measured, is_full: bool, hidden: bool) -> list[Any]:
     return [*cells, Text(verdict, style=STYLES[measured.verdict] if verdict else "")]
 
 
+def _held(promise: Promise | None, name: str) -> list[str]:
+    if promise is None:
+        return []
+    return [f"{promise.held[name]:.1%}" if name in promise.held else ""]
+
+
 def _caption(quality: Quality, length: int) -> str:
     """Says what was read, and what the columns mean."""
     lines = []
@@ -169,9 +182,17 @@ def _caption(quality: Quality, length: int) -> str:
         lines.append(
             f"Rounding in {quality.dtype} is part of every figure; --kv-format dense measures it."
         )
+    if (promise := quality.promise) is not None:
+        lines.append(
+            f"held: share of {DRAWS:,} draws in which the KL of texts like these is at most "
+            f"{promise.at_most:g} nats. They are cut in windows of {length:,} tokens. Some of them "
+            f"put in order, the closest first, what keeps its recall; {promise.windows} others, "
+            "held out, judge it in this order, until one holds in fewer than "
+            f"{ENOUGH:.0%} of the draws. A draw has as many of them, with replacement."
+        )
     lines.append(
-        f"good: KL below {MOST_KL} nats and at least {LEAST_RECALL:.0%} of the recall; visible: "
-        "answers differ now and then; loses recall: what was read is not found again."
+        f"good: KL below {quality.most_kl:g} nats and at least {LEAST_RECALL:.0%} of the recall; "
+        "visible: answers differ now and then; loses recall: what was read is not found again."
     )
     return "\n".join(lines)
 
@@ -187,6 +208,8 @@ def _require_effect(name: str, fields: Mapping[str, Any], longest: int) -> None:
 
 def _words(error: str) -> str:
     """An error of the library in the words of the command."""
+    if error.startswith("at_most:"):
+        return error.replace("at_most", "--at-most").replace("smaller length", "smaller --length")
     return f"--{error}" if error.startswith(("length:", "page_size:")) else error
 
 

@@ -88,7 +88,7 @@ def _plain(sight: Sight, padding: Tensor | None, batch: int) -> Any:
     if not sight.chunked:
         return sliding_window_causal_mask_function(sight.window)
     if padding is None:
-        left = torch.zeros(batch, dtype=torch.int64)
+        left = torch.zeros(batch, dtype=torch.int64, device="cpu")
     else:
         left = (padding.cumsum(-1) == 0).sum(-1)
     return chunked_causal_mask_function(sight.window, left)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from math import log
+from dataclasses import dataclass, field, replace
+from math import inf, log
 from typing import Any
 
 from transformers import PreTrainedModel
@@ -13,6 +13,7 @@ from pagedkv.config import CacheConfig, field_of
 from pagedkv.hf.model import cache_config, text_config
 
 from .probes import probes
+from .promise import Promise, promise_of, windows_of
 from .reading import Reading, compare
 from .variants import FULL, Variant, bytes_held, pays_from
 
@@ -77,6 +78,8 @@ class Quality:
         variants: in the order in which they were given.
         pays_from: of variants that take fewer bytes than others in long rows only, the others being
             the full cache and those that differ in their formats alone: from how many tokens on.
+        most_kl: the gate of a verdict, nats.
+        promise: of variants that keep their recall, which stays below that; None if not asked for.
     """
 
     tokens: dict[str, int]
@@ -85,10 +88,14 @@ class Quality:
     unseen: float
     variants: tuple[Measured, ...]
     pays_from: dict[str, dict[str, int]] = field(default_factory=dict)
+    most_kl: float = MOST_KL
+    promise: Promise | None = None
 
     @property
     def recommendation(self) -> str:
         """A sentence that names the good variant of the fewest bytes, if there is one."""
+        if self.promise is not None:
+            return self.promise.sentence
         good = sorted((m for m in self.variants if m.verdict == GOOD), key=_bytes_then_loss)
         saving = [m for m in good if m.fewer > 1.01]
         if saving:
@@ -124,6 +131,7 @@ def measure_quality(
     texts: Mapping[str, str] | None = None,
     *,
     length: int = 1024,
+    at_most: float | None = None,
     tell: Callable[[int, int], None] = lambda done, total: None,
 ) -> Quality:
     """Measures what a model loses in each variant, beside the full cache.
@@ -132,7 +140,9 @@ def measure_quality(
         model: a decoder of transformers that `BatchGenerator` takes.
         texts: what to read, by name; default a novel and a manual that come with the package.
         length: tokens of each text; of a shorter one all is read.
-        tell: is called now and then with the tokens read so far, and with all there are.
+        at_most: a KL in nats; says of all texts, cut in windows of this length, which is the
+            smallest variant that stays below it, and in which share of draws.
+        tell: is called now and then with how much was read so far, and with how much there is.
 
     Raises:
         UnsupportedModelError: packed rows cannot be computed with this model.
@@ -143,24 +153,47 @@ def measure_quality(
         raise ValueError(
             f"length: expected at most {longest}, which this model takes, got {length}"
         )
+    if at_most is not None and not 0 < at_most < inf:
+        raise ValueError(f"at_most: expected nats above 0, got {at_most}")
     read = list(probes(tokenizer, length, texts).values())
+    windows = [] if at_most is None else windows_of(tokenizer, length, texts)
+    gate = MOST_KL if at_most is None else at_most
+    to_come, done = len(windows) * length * (1 + len(variants)), 0
+
+    def tell_first(read: int, total: int) -> None:
+        nonlocal done
+        done = read
+        tell(read, total + to_come)
+
     tokens = {probe.name: len(probe.ids) for probe in read if probe.running}
     configs = [_config(model, each, max(tokens.values())) for each in (FULL, *variants)]
     held = [bytes_held(each, max(tokens.values())) / max(tokens.values()) for each in configs]
-    full, *others = compare(model, [FULL, *variants], read, tell)
+    full, *others = compare(model, [FULL, *variants], read, tell_first)
     worth = full["unseen"].perplexity
-    first = _measured(FULL, held[0], held[0], full, full, worth)
-    return Quality(
+    first = _measured(FULL, held[0], held[0], full, full, worth, gate)
+    quality = Quality(
         tokens=tokens,
         dtype=str(model.dtype).removeprefix("torch."),
         full=first,
         unseen=worth,
         variants=tuple(
-            _measured(variant, nbytes, held[0], readings, full, worth)
+            _measured(variant, nbytes, held[0], readings, full, worth, gate)
             for variant, nbytes, readings in zip(variants, held[1:], others)
         ),
         pays_from=_pays_from([FULL, *variants], configs),
+        most_kl=gate,
     )
+    if at_most is None:
+        return quality
+    ways = {
+        found.name: (variant, found.bytes_per_token)
+        for variant, found in zip(variants, quality.variants)
+        if found.verdict != FORGETS
+    }
+    promise = promise_of(
+        model, ways, windows, at_most, lambda read, total: tell(done + read, done + total)
+    )
+    return replace(quality, promise=promise)
 
 
 def _config(model: Any, variant: Variant, tokens: int) -> CacheConfig:
@@ -199,6 +232,7 @@ def _measured(
     readings: Mapping[str, Reading],
     full: Mapping[str, Reading],
     unseen: float,
+    most_kl: float,
 ) -> Measured:
     running = {name: each for name, each in readings.items() if each.probe.running}
     # No distance is below zero, rounding aside.
@@ -217,15 +251,15 @@ def _measured(
         recall=readings["recall"].perplexity,
         needles=readings["needles"].found[1] if "needles" in readings else None,
         recalled=recalled,
-        verdict=verdict_of([each.mean().item() for each in kl.values()], recalled),
+        verdict=verdict_of([each.mean().item() for each in kl.values()], recalled, most_kl),
     )
 
 
-def verdict_of(kl: Iterable[float], recalled: float | None) -> str:
+def verdict_of(kl: Iterable[float], recalled: float | None, most_kl: float = MOST_KL) -> str:
     """Returns the verdict on distances on some texts, and on the share that is recalled."""
     if recalled is not None and recalled < LEAST_RECALL:
         return FORGETS
-    return VISIBLE if max(kl) > MOST_KL else GOOD
+    return VISIBLE if max(kl) > most_kl else GOOD
 
 
 def _recalled(

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 
-from .measure import FORGETS, GOOD, LEAST_RECALL, MOST_KL, VISIBLE, Quality
+from .measure import FORGETS, GOOD, LEAST_RECALL, VISIBLE, Quality
 
 COLOURS = {GOOD: "#2a8f4f", VISIBLE: "#d08a12", FORGETS: "#c0392b"}
 FLOOR = 1e-6  # nats; smaller distances are drawn here
@@ -31,10 +31,10 @@ def draw(quality: Quality, model: str, path: Path) -> None:
         (fewer, "times fewer bytes", [each.fewer for each in quality.variants], "%.2f", 1.0),
         (
             distance,
-            f"KL, nats (good: below {MOST_KL})",
+            f"KL, nats (good: below {quality.most_kl:g})",
             [max(each.worst_kl, FLOOR) for each in quality.variants],
             "%.2g",
-            MOST_KL,
+            quality.most_kl,
         ),
         (
             recall,
@@ -52,7 +52,7 @@ def draw(quality: Quality, model: str, path: Path) -> None:
         axes.margins(x=0.15)
     fewer.invert_yaxis()
     distance.set_xscale("log")
-    distance.set_xlim(min(MOST_KL, *panels[1][2]) / 5)
+    distance.set_xlim(min(quality.most_kl, *panels[1][2]) / 5)
     recall.set_xlim(0, 118)
     if quality.full.recalled is None:
         recall.set_title("recall: the full cache has none", fontsize=11)

@@ -66,6 +66,11 @@ def built_in(name: str) -> str:
     return raw.decode()
 
 
+def given(texts: Mapping[str, str] | None) -> Mapping[str, str]:
+    """Texts as they are given, or those that come with the package."""
+    return {name: built_in(name) for name in ("prose", "docs")} if texts is None else texts
+
+
 def probes(
     tokenizer: Any, tokens: int = 1024, texts: Mapping[str, str] | None = None
 ) -> dict[str, Probe]:
@@ -85,16 +90,16 @@ def probes(
     """
     if tokens < LEAST:
         raise ValueError(f"length: expected at least {LEAST} tokens, got {tokens}")
-    texts = {name: built_in(name) for name in ("prose", "docs")} if texts is None else texts
+    texts = given(texts)
     if not texts or OWN & texts.keys():
         raise ValueError(
             f"texts: expected one or more, none of them called {', '.join(sorted(OWN))}, got "
             f"{', '.join(texts) or 'none'}"
         )
-    head = _head(tokenizer)
+    head = head_of(tokenizer)
     found, ids = [], []
     for name, text in texts.items():
-        ids.append(_ids(tokenizer, text[: CHARACTERS * tokens]))
+        ids.append(encoded(tokenizer, text[: CHARACTERS * tokens]))
         running = torch.cat([head, ids[-1]])[:tokens]
         if len(running) < LEAST:
             raise ValueError(f"{name}: expected at least {LEAST} tokens, got {len(running)}")
@@ -133,7 +138,7 @@ def hidden_facts(tokenizer: Any, hay: Tensor, tokens: int) -> Probe | None:
         None if hardly anything would lie between the facts, or no token is a digit.
     """
     facts = [f"\nThe secret number of {c} is {n}.\n" for c, n in zip(CITIES, NUMBERS)]
-    asked = [_ids(tokenizer, fact) for fact in facts]
+    asked = [encoded(tokenizer, fact) for fact in facts]
     questions = sum(map(len, asked))
     length = tokens - 2 * questions
     if length < len(facts):
@@ -148,12 +153,13 @@ def hidden_facts(tokenizer: Any, hay: Tensor, tokens: int) -> Probe | None:
     return Probe("needles", ids, places + len(ids) - questions)
 
 
-def _ids(tokenizer: Any, text: str) -> Tensor:
+def encoded(tokenizer: Any, text: str) -> Tensor:
+    """The ids of a text alone, `[n]` int64."""
     ids = tokenizer(text, add_special_tokens=False).input_ids
     return torch.tensor(ids, dtype=torch.long, device="cpu")
 
 
-def _head(tokenizer: Any) -> Tensor:
+def head_of(tokenizer: Any) -> Tensor:
     """Returns the tokenizer's beginning of every text, which a model misses if trained with it."""
     begin = tokenizer("x").input_ids[:1]
     head = begin if begin == [tokenizer.bos_token_id] else []

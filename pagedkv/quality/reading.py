@@ -175,7 +175,7 @@ def compare(
     ]
     whole = [readings for variant, readings in zip(variants, found) if variant is FULL]
     groups = _groups(model, variants, texts)
-    total = len(groups) * _tokens(compared) + sum(map(len, groups)) * _tokens(kept)
+    total = len(groups) * tokens_of(compared) + sum(map(len, groups)) * tokens_of(kept)
     done = 0
     for together in groups:
         with ExitStack() as stack:
@@ -200,7 +200,8 @@ def compare(
     return found
 
 
-def _tokens(texts: Iterable[Probe]) -> int:
+def tokens_of(texts: Iterable[Probe]) -> int:
+    """Tokens of all of them."""
     return sum(len(text.ids) for text in texts)
 
 

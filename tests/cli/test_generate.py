@@ -41,7 +41,7 @@ def test_texts_go_to_standard_output_in_the_order_of_the_prompts(generate, tmp_p
 
 def test_what_packed_weights_take_is_said_unless_they_are_refused(generate, monkeypatch):
     monkeypatch.setattr(job, "WORTH_SAYING", 1)
-    said = "weights packed for the processor: "
+    said = "weights packed for this processor: "
     assert said in generate("abc", "-n", 1).stderr
     assert said not in generate("abc", "-n", 1, "--no-pack-weights").stderr
 

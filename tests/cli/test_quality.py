@@ -82,6 +82,21 @@ def test_all_figures_go_to_a_file_and_a_picture_is_drawn(measure, tmp_path):
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
+def test_a_wish_is_answered_with_the_smallest_that_holds_and_in_how_many_draws(measure, tmp_path):
+    long, figures = tmp_path / "long.txt", tmp_path / "out.json"
+    long.write_text(TEXT * 8)
+    tried = "--kv-format", "dense", "int8"
+    shown = measure(*tried, "--at-most", 5, "--json", figures, text=long, length=130).stdout
+    promise = json.loads(figures.read_text())["promise"]
+    assert (promise["chosen"], promise["held"]) == ("int8", {"dense": 1.0, "int8": 1.0})
+    said = " ".join(shown.split())
+    assert re.search(r" int8( \S+){6} 100\.0% good", said)
+    assert said.endswith("on 16 held-out windows, at most 5 in 100.0% of 1,000 draws.")
+    assert "good: KL below 5 nats" in said
+    refused = measure("--kv-format", "int8", "--at-most", 1e-9, text=long, length=130).stdout
+    assert "Nothing stays below 1e-09 nats: the nearest, int8, has a KL of" in refused
+
+
 def test_a_picture_says_which_model_read_how_much_and_when(measure, wide_model, tmp_path):
     pytest.importorskip("matplotlib").rcParams["svg.fonttype"] = "none"
     picture = tmp_path / "out.svg"
@@ -108,6 +123,8 @@ def test_a_format_that_pays_in_long_rows_only_is_said(measure):
         (("--read-tokens", "4096"), "--read-tokens: read 4,096 has no effect"),
         (("--length", "100"), "--length: expected at least 128 tokens, got 100"),
         (("--length", "512"), "--length: expected at most 256, which this model takes, got 512"),
+        (("--at-most", "0"), "--at-most: expected nats above 0, got 0"),
+        (("--at-most", "0.1"), "got 2; give 3,520 more tokens of text, or a smaller --length"),
         (("--text", "nowhere.txt"), "--text: cannot read nowhere.txt: No such file"),
         (("--plot", "picture.doc"), "--plot: expected a name that ends in .png"),
         (("--json", "no/such/folder.json"), "--json: no folder no/such"),

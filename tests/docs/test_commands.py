@@ -16,6 +16,7 @@ from tests.effort import examples
 FILES = {
     ".txt": "Why is the sea salty?\nWhy is the sky blue?\n",
     "mine.txt": "The sea is salty because rivers bring salt into it. " * 20,
+    "mails.txt": "The sea is salty because rivers bring salt into it. " * 64,
     ".jsonl": '{"prompt": "Why is the sea salty?"}\n{"prompt": "Why is the sky blue?"}\n',
     ".json": json.dumps([{"role": "system", "content": "You are a guide."}]),
     "tickets.csv": "subject,text\nInvoice,I was charged twice.\nPassword,I cannot log in.\n",
@@ -44,7 +45,8 @@ def pagedkv(tiny_path, tmp_path, monkeypatch):
     def run(words):
         words = [str(tiny_path) if word == "MODEL" else word for word in words]
         if words[0] == "quality":  # token by token
-            words += ["--length", str(examples(1024, 160))] if "--length" not in words else []
+            length = 128 if "--at-most" in words else examples(1024, 160)  # of 24 windows
+            words += ["--length", str(length)] if "--length" not in words else []
         for before, word in zip(["", *words], words):
             text = FILES.get(word, FILES.get(Path(word).suffix))
             if text is not None and before not in WRITTEN:

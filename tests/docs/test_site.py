@@ -27,6 +27,7 @@ MORE |= {
     "Variant",
     "Quality",
     "Measured",
+    "Promise",
     "replay",
 }
 # Without an underscore, because other parts of the package call them; of no use to a caller.

@@ -1,0 +1,48 @@
+"""The order of a job that is known beforehand and whose prompts do not fit into the pages together.
+
+Prompts that begin alike are put together, so that what they share is computed once however few
+prefixes the pages hold. Who came first goes first: among prefixes, and among those behind each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Sequence
+
+from pagedkv.arrays import Ints
+
+
+def by_prefix(texts: Sequence[Ints], salts: Iterable[Hashable], page: int) -> list[int]:
+    """The places of prompts in an order in which prefixes stand together.
+
+    Args:
+        texts: ids of each.
+        salts: of each; only those under one salt share anything.
+        page: ids of a page; what is shorter does not count.
+    """
+    found: list[int] = []
+    left = _parted(range(len(texts)), salts)
+    while left:
+        alike = left.pop()
+        first, *others = (texts[i] for i in alike)
+        depth = min((_shared(first, other) for other in others), default=0) // page * page
+        parts = _parted(alike, (texts[i][depth : depth + page].tobytes() for i in alike))
+        if len(alike) < 3 or len(parts) == 1:
+            found += alike
+        else:
+            left += parts
+    return found
+
+
+def _parted(places: Iterable[int], keys: Iterable[Hashable]) -> list[list[int]]:
+    """Places by their keys; the part that comes first is the last."""
+    parts: dict[Hashable, list[int]] = {}
+    for place, key in zip(places, keys):
+        parts.setdefault(key, []).append(place)
+    return [*parts.values()][::-1]
+
+
+def _shared(text: Ints, other: Ints) -> int:
+    """Ids that two texts begin with alike."""
+    size = min(len(text), len(other))
+    same = text[:size] == other[:size]
+    return size if same.all() else int(same.argmin())
