@@ -51,7 +51,7 @@ def mask_function(
 def _sights_of(
     cache: ForwardCache, padding: Tensor | None, q_length: int, kv_length: int, **kwargs: Any
 ) -> list[Sight]:
-    """What a mask may be: causal, sliding by a window, or causal within chunks.
+    """Returns what a mask may be: causal, sliding by a window, or causal within chunks.
 
     A mask is told by functions of single places. One that was not made as plain ones are may be
     plain after all, as that of a text without images is: it is made, and held against plain ones.

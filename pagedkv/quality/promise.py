@@ -27,7 +27,7 @@ TOGETHER = 8  # windows that are read side by side: each holds the distributions
 
 @dataclass(frozen=True)
 class Promise:
-    """What was found of a wish.
+    """The answer to a wish.
 
     Attributes:
         at_most: the wish, nats.
