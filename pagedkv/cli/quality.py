@@ -7,7 +7,7 @@ import sys
 from functools import partial
 from math import inf
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 from rich.console import Console
@@ -17,6 +17,7 @@ from pagedkv.names import POLICIES as BORROWED
 from pagedkv.names import meant
 
 from .errors import UsageError, require_apart
+from .option import REQUIRED, Given, Option, takes
 from .options import DTYPES_SAID, dtype_of, kv_formats_of
 from .plan import KV_HELP
 from .report import INTERRUPTED, TERMINATED, USAGE
@@ -59,59 +60,81 @@ class Several(TyperCommand):
         return super().parse_args(ctx, given)
 
 
-def quality(
-    model: Annotated[
-        str, typer.Argument(metavar="MODEL", help="A folder, or the id of a model on the hub.")
-    ],
-    text: Annotated[
+QUALITY_OPTIONS = (
+    Option(
+        "model",
+        str,
+        typer.Argument(metavar="MODEL", help="A folder, or the id of a model on the hub."),
+        REQUIRED,
+    ),
+    Option(
+        "text",
         list[Path] | None,
         TEXTS(
             metavar="FILE...",
             help="Texts in UTF-8 that the model reads. [dim]Default: pieces of a novel and of a "
             "manual, which come with pagedkv.[/dim]",
         ),
-    ] = None,
-    length: Annotated[
+    ),
+    Option(
+        "length",
         int,
         TEXTS("--length", "-l", metavar="TOKENS", help="How much of each text is read."),
-    ] = 1024,
-    kv_format: Annotated[list[str] | None, TRIED(metavar="FORMAT...", help=KV_HELP)] = None,
-    retention: Annotated[
+        1024,
+    ),
+    Option(
+        "kv_format",
+        list[str] | None,
+        TRIED(metavar="FORMAT...", help=KV_HELP),
+    ),
+    Option(
+        "retention",
         list[str] | None,
         TRIED(
             metavar="POLICY:KEEP...",
             help=f"Which pages are given up ({', '.join(POLICIES)}), and how much stays: "
             "keydiff:0.5 keeps half of what was seen, keydiff:2048 so many tokens.",
         ),
-    ] = None,
-    read_tokens: Annotated[
+    ),
+    Option(
+        "read_tokens",
         list[str] | None,
         TRIED(
             metavar="TOKENS...",
             help="How much of what is kept a new token attends to: 0.25 of the text, or 2048.",
         ),
-    ] = None,
-    combine: Annotated[
+    ),
+    Option(
+        "combine",
         bool,
         TRIED(
             "--combine", metavar="", help="Try every format with every policy and reading as well."
         ),
-    ] = False,
-    page_size: Annotated[
+        False,
+    ),
+    Option(
+        "page_size",
         int | None,
         TRIED(
             min=1,
             metavar="TOKENS",
             help="Tokens in a page. [dim]Default: 16, or 32 with int4.[/dim]",
         ),
-    ] = None,
-    dtype: Annotated[
-        str, COMPUTE(metavar="DTYPE", help=f"What the model computes in: {DTYPES_SAID}.")
-    ] = "auto",
-    device: Annotated[
-        str, COMPUTE(metavar="DEVICE", help="auto, or for example cpu, cuda, cuda:1.")
-    ] = "auto",
-    at_most: Annotated[
+    ),
+    Option(
+        "dtype",
+        str,
+        COMPUTE(metavar="DTYPE", help=f"What the model computes in: {DTYPES_SAID}."),
+        "auto",
+    ),
+    Option(
+        "device",
+        str,
+        COMPUTE(metavar="DEVICE", help="auto, or for example cpu, cuda, cuda:1."),
+        "auto",
+    ),
+    Option(
+        "at_most",
         float | None,
         TRIED(
             "--at-most",
@@ -119,15 +142,22 @@ def quality(
             help="Find the smallest that stays below this KL on texts like these, of which windows "
             "of --length tokens are read. [dim]0.01 is hardly ever seen.[/dim]",
         ),
-    ] = None,
-    plot: Annotated[
+    ),
+    Option(
+        "plot",
         Path | None,
         OUTPUT(metavar="PICTURE", help="Draw the figures into a .png, .pdf or .svg."),
-    ] = None,
-    as_json: Annotated[
-        Path | None, OUTPUT("--json", metavar="FILE", help="Write all figures as JSON.")
-    ] = None,
-) -> None:
+    ),
+    Option(
+        "as_json",
+        Path | None,
+        OUTPUT("--json", metavar="FILE", help="Write all figures as JSON."),
+    ),
+)
+
+
+@takes(*QUALITY_OPTIONS)
+def quality(given: Given) -> None:
     """Measure what a model loses when its cache keeps less, and say what to use.
 
     MODEL comes first, because some options take several values.
@@ -142,22 +172,24 @@ def quality(
     console = Console(stderr=True, highlight=False, markup=False, emoji=False, soft_wrap=True)
     with Ending() as ending:
         try:
-            if at_most is not None and not 0 < at_most < inf:
-                raise UsageError(f"--at-most: expected nats above 0, got {at_most:g}")
-            if at_most is not None and not (kv_format or retention or read_tokens):
-                kv_format, retention, combine = [*WISHED[0]], [*WISHED[1]], True
-            asked = combinations(kv_format, retention, read_tokens, combine)
-            texts = read_texts(text) if text else None
-            _require_outputs(plot, as_json, text or [])
-            number_type = dtype_of(dtype)
+            if given.at_most is not None and not 0 < given.at_most < inf:
+                raise UsageError(f"--at-most: expected nats above 0, got {given.at_most:g}")
+            if given.at_most is not None and not (
+                given.kv_format or given.retention or given.read_tokens
+            ):
+                given.kv_format, given.retention, given.combine = [*WISHED[0]], [*WISHED[1]], True
+            asked = combinations(given.kv_format, given.retention, given.read_tokens, given.combine)
+            texts = read_texts(given.text) if given.text else None
+            _require_outputs(given.plot, given.as_json, given.text or [])
+            number_type = dtype_of(given.dtype)
             with Screen(console) as screen:
                 screen.doing("loading torch and transformers")
                 from .quality_run import run
 
-                options: dict[str, Any] = {"length": length, "page_size": page_size}
-                options |= {"texts": texts, "at_most": at_most}
-                outputs = {"plot": plot, "as_json": as_json}
-                code = run(model, asked, options, outputs, number_type, device, screen)
+                options: dict[str, Any] = {"length": given.length, "page_size": given.page_size}
+                options |= {"texts": texts, "at_most": given.at_most}
+                outputs = {"plot": given.plot, "as_json": given.as_json}
+                code = run(given.model, asked, options, outputs, number_type, given.device, screen)
         except UsageError as error:
             console.print(f"pagedkv: {error}", style="red")
             code = USAGE
