@@ -12,7 +12,6 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 PYTHON = os.environ.get("VLLM_PYTHON", "")
 
@@ -21,9 +20,8 @@ class VllmJob:
     """A loaded model in a process that lives as long as this object.
 
     Args:
-        model: a folder of transformers; its tokenizer is not read.
+        model: a folder of transformers, of which no tokenizer is read.
         tokens: of the longest row.
-        precision: "float32" or "bfloat16", of its arithmetic.
     """
 
     def __init__(self, model: Path, rows: int, tokens: int, threads: int, precision: str) -> None:
@@ -36,8 +34,7 @@ class VllmJob:
             "VLLM_NO_USAGE_STATS": "1",
             "HF_HUB_OFFLINE": "1",
         }
-        for ours in ("PYTHONPATH", "PYTHONSAFEPATH"):
-            env.pop(ours, None)
+        env.pop("PYTHONPATH", None)  # of ours
         numbers = map(str, (rows, tokens, threads))
         # -P: files beside this one have names of packages that vLLM imports.
         command = [PYTHON, "-P", __file__, str(model), *numbers, precision]
@@ -46,11 +43,11 @@ class VllmJob:
 
     def generate(self, prompts: list[list[int]], new: int) -> list[list[int]]:
         """Greedy tokens `[rows, new]` of prompts that start together."""
-        assert self.process.stdin
-        assert self.process.stdout
-        self.process.stdin.write(json.dumps([prompts, new]) + "\n")
-        self.process.stdin.flush()
-        line = self.process.stdout.readline()
+        asked, answers = self.process.stdin, self.process.stdout
+        assert asked is not None
+        assert answers is not None
+        print(json.dumps([prompts, new]), file=asked, flush=True)
+        line = answers.readline()
         if not line:
             raise RuntimeError(f"vLLM ended with {self.process.wait()}")
         return json.loads(line)
@@ -66,9 +63,8 @@ def serve(model: str, rows: int, tokens: int, threads: int, precision: str) -> N
     import torch
     from vllm import LLM, SamplingParams
 
-    options: dict[str, Any] = {"skip_tokenizer_init": True, "enable_prefix_caching": True}
-    options |= {"max_model_len": tokens, "max_num_seqs": rows, "enforce_eager": True}
-    llm = LLM(model=model, dtype=precision, **options)
+    more = {"max_model_len": tokens, "max_num_seqs": rows, "skip_tokenizer_init": True}
+    llm = LLM(model, dtype=precision, enforce_eager=True, enable_prefix_caching=True, **more)
     torch.set_num_threads(threads)
     for line in sys.stdin:
         prompts, new = json.loads(line)
@@ -76,8 +72,8 @@ def serve(model: str, rows: int, tokens: int, threads: int, precision: str) -> N
         chosen = SamplingParams(temperature=0, max_tokens=new, ignore_eos=True, detokenize=False)
         inputs = [{"prompt_token_ids": ids} for ids in prompts]
         found = llm.generate(inputs, chosen, use_tqdm=False)
-        print(json.dumps([list(one.outputs[0].token_ids) for one in found]), file=answers)
-        answers.flush()
+        tokens_of = [list(one.outputs[0].token_ids) for one in found]
+        print(json.dumps(tokens_of), file=answers, flush=True)
 
 
 if __name__ == "__main__":
