@@ -5,10 +5,8 @@ there the tokens are compared and the peak of the process's memory is read. A pr
 anew in every turn, and pages are made anew.
 """
 
-import importlib.util
-from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from copy import deepcopy
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -23,34 +21,33 @@ from torch import Tensor
 
 from benchmarks.conftest import Alternate, Seconds, ratio
 from benchmarks.measuring import shortest, with_peak
+from benchmarks.peers.weights import rounded
+from benchmarks.peers.whole_jobs import (
+    LLAMA,
+    LLAMA_HALF,
+    OPENVINO,
+    OPENVINO_FIRST,
+    VLLM,
+    Answer,
+    Job,
+    Way,
+    peers,
+)
 from pagedkv import BatchGenerator, PagedCache
 
 TIE = 1e-4  # logits this close may be told apart differently by two ways of adding
 
-Answer = tuple[Tensor, int]  # the new tokens [B, new], bytes of K and V held at the end
-Way = Callable[[Any, "Job"], Answer]
 PLAIN, REPEATED = "plain generate, DynamicCache", "prefix once, repeated"
 CONTINUOUS = "generate_batch"
 PAGED, FORKED = "plain generate, PagedCache", "prefix once, PagedCache forked"
 BATCH, UNPACKED = "BatchGenerator", "BatchGenerator, weights unpacked"
-OPENVINO, OPENVINO_FIRST = "OpenVINO GenAI", "OpenVINO GenAI, prefix first"
-
-
-@dataclass
-class Job:
-    """Prompts `[B, n]`, padded where `mask` is 0, the first `prefix` tokens the same in all."""
-
-    prompts: Tensor
-    mask: Tensor
-    prefix: int
-    new: int
 
 
 NAMES = ("layers", "rounds", "rows", "prefix", "own", "alone", "new", "long")
-NAMES += ("prompts", "longest", "most_new", "batch")
+NAMES += ("answer", "prompts", "longest", "most_new", "batch")
 SIZES = {
-    "small": dict(zip(NAMES, (4, 3, 6, 192, 8, 64, 4, 384, 16, 256, 24, 8))),
-    "full": dict(zip(NAMES, (30, 3, 16, 256, 32, 128, 32, 2048, 200, 1024, 128, 16))),
+    "small": dict(zip(NAMES, (4, 3, 6, 192, 8, 64, 4, 384, 8, 16, 256, 24, 8))),
+    "full": dict(zip(NAMES, (30, 3, 16, 256, 32, 128, 32, 2048, 64, 200, 1024, 128, 16))),
 }
 
 
@@ -136,35 +133,6 @@ def batch_unpacked(model: Any, job: Job) -> Answer:
     return batch(model, job, pack_weights=False)
 
 
-def peers(job: Job, folder: Path, precision: str) -> dict[str, Way]:
-    """Other programs with the same weights, as far as they are installed."""
-    prompts, rows = job.prompts.tolist(), len(job.prompts)
-    room = job.prefix + rows * (job.prompts.shape[1] - job.prefix + job.new + 32)
-    ways: dict[str, Way] = {}
-    if importlib.util.find_spec("llama_cpp") and precision == "f32":
-        from benchmarks.peers.llama_cpp import LlamaJob, float_gguf
-
-        llama = LlamaJob(float_gguf(folder), rows, room, torch.get_num_threads())
-
-        def llama_cpp(model: Any, job: Job) -> Answer:
-            return torch.from_numpy(llama.generate(prompts, job.prefix, job.new)), 0
-
-        ways["llama.cpp"] = llama_cpp
-    if importlib.util.find_spec("openvino_genai"):
-        from benchmarks.peers.openvino import OpenVinoJob, half_gguf
-
-        vino = OpenVinoJob(half_gguf(folder), rows, room, torch.get_num_threads(), precision)
-
-        def openvino(model: Any, job: Job) -> Answer:
-            return torch.from_numpy(vino.generate(prompts, job.new)), 0
-
-        def openvino_prefix_first(model: Any, job: Job) -> Answer:
-            return torch.from_numpy(vino.generate(prompts, job.new, job.prefix)), 0
-
-        ways |= {OPENVINO: openvino, OPENVINO_FIRST: openvino_prefix_first}
-    return ways
-
-
 def dense_bytes(cache: Any) -> int:
     return sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
 
@@ -221,7 +189,7 @@ class Run:
         for way, spent in seconds.items():
             same = (self.tokens[way] == self.tokens[PLAIN]).float().mean()
             row = {"job": name, "way": way, "s": f"{median(spent):.3g}"}
-            row["peak MiB"] = f"{self.peaks[way] or 0:.0f}"
+            row["peak MiB"] = "" if way == VLLM else f"{self.peaks[way] or 0:.0f}"
             table(row | {"tokens as plain": f"{same:.0%}"})
         return seconds
 
@@ -233,7 +201,7 @@ def bench_shared_prefix(
 ) -> None:  # fmt: skip
     """A job like the demo's: many short questions behind one prefix."""
     job = make_job(shape["rows"], shape["prefix"], shape["own"], shape["new"])
-    others = peers(job, tmp_path, precision) if len(model.model.layers) == 30 else {}
+    model = as_for_peers(model)
     ways = {PLAIN: plain, REPEATED: repeated, FORKED: forked, BATCH: batch}
     ways[UNPACKED] = batch_unpacked
     if precision == "bf16":
@@ -241,17 +209,33 @@ def bench_shared_prefix(
     else:
         ways[CONTINUOUS] = generate_batch
     name = f"a shared prefix, {precision}"
-    seconds = Run(model, job, ways, others).times(name, alternate, table, shape["rounds"])
+    with others(model, job, tmp_path, precision) as found:
+        seconds = Run(model, job, ways, found).times(name, alternate, table, shape["rounds"])
     claim(name, "forked / plain", ratio(seconds, FORKED, PLAIN), target=0.6)
     claim(name, "forked / repeated", ratio(seconds, FORKED, REPEATED), target=1.0)
     known = {"plain": (PLAIN, None), "repeated": (REPEATED, 1 / 1.1), "forked": (FORKED, 1.0)}
     known |= {CONTINUOUS: (CONTINUOUS, 1 / 1.3), "weights unpacked": (UNPACKED, None)}
     known |= {OPENVINO: (OPENVINO, 1 / 2.6), OPENVINO_FIRST: (OPENVINO_FIRST, 1 / 0.85)}
-    known |= {"llama.cpp": ("llama.cpp", 1 / 1.6)}
+    known |= {VLLM: (VLLM, 1 / 1.15), LLAMA: (LLAMA, 1 / 1.6), LLAMA_HALF: (LLAMA_HALF, None)}
     for said, (way, target) in known.items():
         if way in seconds:
             claim(name, f"{BATCH} / {said}", ratio(seconds, BATCH, way), target=target)
     claim(name, "matrix products alone, the bound", products(model, job), "s")
+
+
+def as_for_peers(model: Any) -> Any:
+    """The whole model with the weights that others read; a part of it, for which there are none."""
+    return rounded(model) if is_whole(model) else model
+
+
+def others(
+    model: Any, job: Job, folder: Path, precision: str
+) -> AbstractContextManager[dict[str, Way]]:
+    return peers(model, job, folder, precision) if is_whole(model) else nullcontext({})
+
+
+def is_whole(model: Any) -> bool:
+    return len(model.model.layers) == 30
 
 
 def products(model: Any, job: Job) -> float:
@@ -328,6 +312,22 @@ def bench_mixed_lengths(model: Any, shape: Any, alternate: Alternate, claim: Any
     same = sum(a == b for a, b in zip(answers[BATCH], answers[static], strict=True))
     claim(name, "answers equal, token by token", same, f"of {count}")
     generator.close()
+
+
+def bench_one_prompt(
+    model: Any, shape: Any, alternate: Alternate, claim: Any, table: Any, tmp_path: Path
+) -> None:
+    """One long prompt and its answer: nothing is shared, and a step has one row."""
+    job = make_job(1, 0, shape["long"], shape["answer"])
+    model = as_for_peers(model)
+    with others(model, job, tmp_path, "f32") as found:
+        run = Run(model, job, {PLAIN: plain, BATCH: batch}, found)
+        seconds = run.times("one prompt", alternate, table, shape["rounds"])
+    known = {PLAIN: None, OPENVINO: 1.1, VLLM: None, LLAMA: None, LLAMA_HALF: None}
+    for way, target in known.items():
+        if way in seconds:
+            said = "plain" if way == PLAIN else way
+            claim("one prompt", f"{BATCH} / {said}", ratio(seconds, BATCH, way), target=target)
 
 
 def padded_batch(model: Any, prompts: list[list[int]], new: np.ndarray) -> list[list[int]]:

@@ -5,54 +5,13 @@ context, the prefix decoded once and its cells shared by all rows, then one toke
 """
 
 import ctypes
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from benchmarks.smollm2 import gguf_file
-
 BATCH = 512  # tokens of one llama_decode
-
-
-def float_gguf(folder: Path) -> Path:
-    """The model's GGUF file with every tensor as float32, written once.
-
-    The numbers are those that transformers reads from the quantised file.
-    """
-    return write_gguf(folder / "smollm2-f32.gguf", np.float32)
-
-
-def write_gguf(target: Path, dtype: Any) -> Path:
-    """The model's GGUF file with matrices in `dtype`, and vectors in float32, written once."""
-    import gguf
-
-    if target.exists():
-        return target
-    reader = gguf.GGUFReader(gguf_file())
-    arch = reader.fields["general.architecture"].contents()
-    partial = target.with_suffix(".partial")
-    writer = gguf.GGUFWriter(partial, arch)
-    kind = gguf.LlamaFileType.ALL_F32 if dtype == np.float32 else gguf.LlamaFileType.MOSTLY_F16
-    writer.add_file_type(kind)
-    for name, field in reader.fields.items():
-        if name.startswith("GGUF.") or name in ("general.architecture", "general.file_type"):
-            continue
-        kinds = field.types
-        sub_type = kinds[-1] if kinds[0] == gguf.GGUFValueType.ARRAY else None
-        writer.add_key_value(name, field.contents(), kinds[0], sub_type=sub_type)
-    for tensor in reader.tensors:
-        values = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
-        shape = [int(n) for n in reversed(tensor.shape)]
-        writer.add_tensor(
-            tensor.name, values.astype(dtype if len(shape) > 1 else np.float32).reshape(shape)
-        )
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    partial.rename(target)
-    return target
 
 
 class LlamaJob:
@@ -77,7 +36,7 @@ class LlamaJob:
         self.batch = lib.llama_batch_init(BATCH, 0, 1)
         self.vocabulary = lib.llama_vocab_n_tokens(lib.llama_model_get_vocab(self.model))
 
-    def generate(self, prompts: list[list[int]], prefix: int, new: int) -> np.ndarray:
+    def generate(self, prompts: list[list[int]], new: int, prefix: int) -> np.ndarray:
         """Greedy tokens `[rows, new]` behind prompts whose first `prefix` tokens are the same."""
         self.lib.llama_memory_clear(self.memory, True)
         front = [(prompts[0][i], i, 0) for i in range(prefix)]
@@ -99,23 +58,64 @@ class LlamaJob:
             tokens.append(self._decode(entries, list(range(self.rows))))
         return np.stack(tokens, axis=1)
 
-    def _decode(self, entries: list[tuple[int, int, int]], wanted: list[int]) -> np.ndarray:
-        """Runs (token, position, row) entries; the likeliest next token of those wanted."""
-        found = {}
+    def score(
+        self, contexts: list[list[int]], choices: list[list[list[int]]], prefix: int
+    ) -> list[float]:
+        """Log-probabilities of choices behind contexts that share their first `prefix` tokens.
+
+        A context after the other, its choices beside one another; row 0 has what they follow.
+        """
+        self.lib.llama_memory_clear(self.memory, True)
+        self._decode([(token, i, 0) for i, token in enumerate(contexts[0][:prefix])], [])
+        sums = []
+        for context, own in zip(contexts, choices, strict=True):
+            self.lib.llama_memory_seq_rm(self.memory, 0, prefix, -1)
+            asked = [(token, i, 0) for i, token in enumerate(context)][prefix:]
+            (first,) = self._decode(asked, [len(asked) - 1], lambda _, logits: log_softmax(logits))
+            for row in range(1, len(own) + 1):
+                self.lib.llama_memory_seq_rm(self.memory, row, -1, -1)
+                self.lib.llama_memory_seq_cp(self.memory, 0, row, -1, -1)
+            entries = [
+                (token, len(context) + i, row)
+                for row, choice in enumerate(own, 1)
+                for i, token in enumerate(choice[:-1])
+            ]
+            due = [token for choice in own for token in choice[1:]]
+            every = list(range(len(due)))
+            found = iter(
+                self._decode(entries, every, lambda i, at, due=due: log_softmax(at)[due[i]])
+            )
+            sums += [float(first[x[0]]) + sum(float(next(found)) for _ in x[1:]) for x in own]
+        return sums
+
+    def _decode(
+        self,
+        entries: list[tuple[int, int, int]],
+        wanted: list[int],
+        read: Callable[[int, np.ndarray], Any] = lambda _, logits: logits.argmax(),
+    ) -> list[Any]:
+        """Runs (token, position, row) entries; what is read of the logits of those wanted."""
+        found, asked = {}, set(wanted)
         for start in range(0, len(entries), BATCH):
             part = entries[start : start + BATCH]
             self.batch.n_tokens = len(part)
             for i, (token, position, row) in enumerate(part):
                 self.batch.token[i], self.batch.pos[i] = token, position
                 self.batch.n_seq_id[i], self.batch.seq_id[i][0] = 1, row
-                self.batch.logits[i] = start + i in wanted
+                self.batch.logits[i] = start + i in asked
             if code := self.lib.llama_decode(self.context, self.batch):
                 raise RuntimeError(f"llama_decode returned {code}")
             for i in range(len(part)):
-                if start + i in wanted:
+                if start + i in asked:
                     logits = self.lib.llama_get_logits_ith(self.context, i)
-                    found[start + i] = np.ctypeslib.as_array(logits, (self.vocabulary,)).argmax()
-        return np.array([found[i] for i in wanted], dtype=np.int64)
+                    each = np.ctypeslib.as_array(logits, (self.vocabulary,))
+                    found[start + i] = read(start + i, each)
+        return [found[i] for i in wanted]
+
+
+def log_softmax(logits: np.ndarray) -> np.ndarray:
+    away = logits - logits.max()
+    return away - np.log(np.exp(away).sum())
 
 
 def _silent(level: int, text: bytes, data: Any) -> None:

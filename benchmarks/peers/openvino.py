@@ -10,8 +10,6 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.peers.llama_cpp import write_gguf
-
 PAGE = 32  # tokens of a block on its CPU
 
 
@@ -19,7 +17,7 @@ class OpenVinoJob:
     """A loaded model with its scheduler.
 
     Args:
-        file: of the weights, from `half_gguf`.
+        file: of the weights, from `write_gguf` in float16.
         tokens: room of its cache.
         precision: "f32" or "bf16", of its arithmetic.
     """
@@ -30,7 +28,7 @@ class OpenVinoJob:
         self.lib, self.calls = lib, 0
         scheduler = lib.SchedulerConfig()
         # Every call's prompts are new to it, and what it keeps of earlier ones must find room.
-        scheduler.num_kv_blocks = 64 * -(-tokens // PAGE)
+        scheduler.num_kv_blocks = 16 * -(-tokens // PAGE)
         scheduler.max_num_seqs = rows
         scheduler.max_num_batched_tokens = 512
         scheduler.enable_prefix_caching = True
@@ -60,8 +58,3 @@ class OpenVinoJob:
         inputs = [openvino.Tensor(np.array([prompt], dtype=np.int64)) for prompt in prompts]
         found: list[Any] = self.pipeline.generate(inputs, [config] * len(prompts))
         return np.array([one.m_generation_ids[0] for one in found])
-
-
-def half_gguf(folder: Path) -> Path:
-    """The model's GGUF file with every matrix as float16, which is what its reader takes."""
-    return write_gguf(folder / "smollm2-f16.gguf", np.float16)
