@@ -73,7 +73,9 @@ class AsyncRequest:
         self._news.set()
 
     def end(self, error: BaseException | None) -> None:
-        """No more events come."""
+        """No more events come; a row that is left in the middle is told so by its last one."""
+        if error is None and not self._is_over:
+            self._unread.append(Event(self.request, None, "", None, "cancelled"))
         self._is_over, self._error = True, error
         self._news.set()
 
