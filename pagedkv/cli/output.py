@@ -72,7 +72,7 @@ class Output:
         self.beside, self.final, self.side = beside, final, side
         self.causes: dict[int, str] = {}
         self.mine: Sequence[int] = range(len(keys))
-        self._lock = FileLock(self.path.with_name(f".{self.path.name}.lock"))
+        self._lock = FileLock(self.path.parent / f".{self.path.name}.lock")  # "/" has no name
         try:
             if not self.path.parent.is_dir():
                 raise OSError(f"there is no folder {self.path.parent}")

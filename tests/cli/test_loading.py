@@ -25,7 +25,7 @@ def bare(model, tmp_path):
 def test_a_folder_without_a_tokenizer_says_so_before_anything_is_loaded(
     pagedkv, bare, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(job, "run", None)
+    monkeypatch.setattr(job, "run_job", None)
     for out in ((), ("-o", tmp_path / "out.jsonl")):
         refused = pagedkv("generate", bare, "abc", *out)
         assert refused.exit_code == 2

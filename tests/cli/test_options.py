@@ -192,7 +192,7 @@ def test_models_that_cannot_be_used_are_refused_with_the_reason(pagedkv, checkpo
     (broken / "model.safetensors").write_bytes(b"torn")
     refused = pagedkv("generate", broken, "abc")
     assert refused.exit_code == 2
-    assert "MODEL: cannot load" in refused.stderr
+    assert "model.safetensors: the header claims" in refused.stderr
 
     sizes = {"vocab_size": 101, "hidden_size": 32, "n_layer": 2, "n_head": 4}
     refused = pagedkv("generate", checkpoints("bloom", model=build("Bloom", **sizes)), "abc")

@@ -296,7 +296,7 @@ def test_places_that_cannot_be_written_are_refused(path, tmp_path):
         write(path / "out.jsonl")
     with pytest.raises(UsageError, match=r"cannot write .* too long"):
         write(tmp_path / ("x" * 300))
-    for other in (tmp_path, Path(os.devnull)):
+    for other in (tmp_path, Path(os.devnull), Path("/")):
         with pytest.raises(UsageError, match="no plain file"):
             write(other)
 

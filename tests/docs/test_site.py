@@ -34,8 +34,8 @@ MORE |= {
 INSIDE = {
     "PagedKVCache": """abort_abandoned copy_seconds follow mark open_step release_later require_idle
         require_truncatable""",
-    "StepMetadata": """again close csr direct is_of keep kept kv_lens_of mark_written memo narrowed
-        padded require_open watch written""",
+    "StepMetadata": """again close csr direct is_of keep kept kv_lens_of mark_written in_chunks memo
+        narrowed padded require_open watch written""",
     "PagedCache": """abort_step all_attended_again begin_forward begin_part commit_step end_forward
         enter_mixer get_seq_length held is_paged knows_texts length_behind num_queries open_step
         packed paged require_usable shared_layers turn unpacked update update_dense""",

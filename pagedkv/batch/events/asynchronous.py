@@ -73,7 +73,9 @@ class AsyncRequest:
         self._news.set()
 
     def end(self, error: BaseException | None) -> None:
-        """Notes that no more events come."""
+        """Notes that no more events come; the last one says so of a row left in the middle."""
+        if error is None and not self._is_over:
+            self._unread.append(Event(self.request, None, "", None, "cancelled"))
         self._is_over, self._error = True, error
         self._news.set()
 
