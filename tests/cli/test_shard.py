@@ -191,20 +191,6 @@ def test_files_of_shards_joined_are_the_file_of_the_whole(
     assert f"{out} has 64 rows" in generate("-f", prompts, "-o", out).stderr
 
 
-def test_a_shard_runs_its_prompts_in_an_order_in_which_prefixes_stand_together(
-    generate, prompts, tmp_path, rows
-):
-    out, small = tmp_path / "out.jsonl", ("--max-tokens", 160)
-    generate("-f", prompts, "-o", out, *small)
-    generate("-f", prompts, "-o", out.with_stem("sorted"), *small, "--shard", "0/1")
-    apart, together = rows(out), rows(tmp_path / "sorted-00000-of-00001.jsonl")
-    assert by_place(together) == by_place(apart)
-    assert computed(together) < 0.5 * computed(apart)
-
-
-# ------------------------------------------------------------------ shards without rows, tables
-
-
 def test_a_shard_without_rows_ends_well_with_an_empty_file(generate, tmp_path):
     said = generate("abc", "-o", tmp_path / "out.jsonl", "--shard", "3/4").stderr
     assert said.endswith("shard 3/4 has 0 of 1 prompts, 0 are left\n")
