@@ -204,7 +204,6 @@ static void read_block(const Call *call, const Pages *x, const Task *task, int64
 
 INLINE vf load(const float *x) { return *(const vfu *)x; }
 INLINE void store(float *x, vf y) { *(vfu *)x = y; }
-INLINE vf choose(vi which, vf yes, vf no) { return (vf)((which & (vi)yes) | (~which & (vi)no)); }
 INLINE vf larger(vf x, vf y) { return choose(x > y, x, y); }
 
 /* The sum of the lanes. */

@@ -17,9 +17,6 @@
 
 enum { WIDE = 2 * LANES, AHEAD = 8192 }; /* bytes of weights that are asked for before they are due */
 
-typedef int32_t viu __attribute__((vector_size(4 * LANES), aligned(2), may_alias));
-typedef uint16_t vhu __attribute__((vector_size(2 * LANES), aligned(2), may_alias));
-
 typedef struct {
     const void *panels; /* [ceil(outputs / WIDE), inputs, WIDE] */
     int64_t outputs, inputs;
@@ -33,37 +30,6 @@ typedef struct {
     int64_t rows;
 } Rows;
 
-INLINE vi choose(vi which, vi yes, vi no) { return (which & yes) | (~which & no); }
-
-/* Floats of halves. No float on the way is subnormal, because a process may treat those as zeros. */
-INLINE vf of_halves(const void *at) {
-#if defined(__AVX512F__)
-    return (vf)_mm512_cvtph_ps(_mm256_loadu_si256(at));
-#elif defined(__F16C__)
-    return (vf)_mm256_cvtph_ps(_mm_loadu_si128(at));
-#else
-    vi bits = __builtin_convertvector(*(const vhu *)at, vi), rest = (bits & 0x7fff) << 13;
-    vi bias = 113 << 23 | (vi){0}, subnormal = (vi)((vf)(rest + bias) - (vf)bias);
-    vi finite = choose(rest < 0x00800000, subnormal, rest + (112 << 23));
-    return (vf)(finite | ((rest >= 0x0f800000) & 0x7f800000) | (bits & 0x8000) << 16);
-#endif
-}
-
-/* The weights of one input. A word of bfloat16 has an output of the first vector and one of the second. */
-INLINE void widen(const char *at, int type, vf *first, vf *second) {
-    if (type == F32) {
-        *first = *(const vfu *)at;
-        *second = *(const vfu *)(at + 4 * LANES);
-    } else if (type == BF16) {
-        vi words = *(const viu *)at;
-        *first = (vf)(words << 16);
-        *second = (vf)(words & -0x10000);
-    } else {
-        *first = of_halves(at);
-        *second = of_halves(at + 2 * LANES);
-    }
-}
-
 /* `count` rows, a constant of each place that calls it, by a panel of which `width` outputs are there. */
 INLINE void tile(const Matrix *by, const Rows *rows, const char *at, int type, int64_t row, int count,
                  int64_t output, int64_t width) {
@@ -74,7 +40,7 @@ INLINE void tile(const Matrix *by, const Rows *rows, const char *at, int type, i
     for (int64_t k = 0; k < inputs; k++, at += step) {
         vf a, b;
         for (int64_t i = 0; i < step; i += 64) __builtin_prefetch(at + AHEAD + i);
-        widen(at, type, &a, &b);
+        widen_two(at, type, &a, &b);
         for (int r = 0; r < count; r++) {
             vf each = all(x[r * inputs + k]);
             first[r] += each * a;

@@ -1,15 +1,16 @@
 """Packed weights of a model on a CPU: its linear layers multiply with matrices packed before.
 
-The model stays transformers' own. Layers have another `forward` only while a step of ours computes,
-and only in its thread: whatever else is done with the model meets it as it was. Its weights stay
-where they are, so packing costs their size once more.
+The model stays transformers' own. Layers, and norms (`norms.py`), have another `forward` only while
+a step of ours computes, and only in its thread: whatever else is done with the model meets it as it
+was. Its weights stay where they are, so packing costs their size once more.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from itertools import chain
 from threading import Lock, get_ident
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +25,8 @@ from pagedkv.storage.memory import available_memory
 
 from .adapters import parts_of
 from .fingerprint import Seen, snapshot
+from .norms import NormForward, norms_of
+from .swapped import Swapped
 from .telling import warn
 
 if TYPE_CHECKING:
@@ -83,6 +86,8 @@ class PackedWeights:
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
         self._forwards: dict[nn.Linear, PackedForward] = {}
+        self._norms: dict[nn.Module, NormForward] = {}
+        self._sites: list[tuple[dict[str, Any], Swapped]] = []
         self._threads: list[int] = []
         self._lock = Lock()
         self._warned = False
@@ -107,7 +112,8 @@ class PackedWeights:
         now = snapshot(self.model)
         packed: dict[int, Packed] = {}  # by weight, which layers may have in common
         before, self._forwards = self._forwards, {}
-        for path, layer, of_adapter in () if _why_none(self.model) else parts_of(self.model):
+        parts = [] if _why_none(self.model) else list(parts_of(self.model))
+        for path, layer, of_adapter in parts:
             if of_adapter or not _is_packable(layer):
                 continue
             assert isinstance(layer, nn.Linear)
@@ -119,6 +125,10 @@ class PackedWeights:
                 forward = PackedForward(layer, seen, made, self._threads)
             packed[id(layer.weight)] = forward.packed
             self._forwards[layer] = forward
+        weights = {part: now.get(f"{path}.weight") for path, part, other in parts if not other}
+        self._norms = norms_of(weights, self._norms, self._threads)
+        forwards: Iterable[Swapped] = chain(self._forwards.values(), self._norms.values())
+        self._sites = [(vars(forward.module), forward) for forward in forwards]
 
     @contextmanager
     def acting(self) -> Iterator[None]:
@@ -136,13 +146,13 @@ class PackedWeights:
                     self._take_back()
 
     def _put_in(self) -> None:
-        for layer, forward in self._forwards.items():
-            vars(layer).setdefault("forward", forward)  # unless other code has put one there
+        for own, forward in self._sites:
+            own.setdefault("forward", forward)  # unless other code has put one there
 
     def _take_back(self) -> None:
-        for layer, forward in self._forwards.items():
-            if vars(layer).get("forward") is forward:
-                del vars(layer)["forward"]
+        for own, forward in self._sites:
+            if own.get("forward") is forward:
+                del own["forward"]
 
     def warn(self) -> None:
         """Warns, once, where no layer is packed."""
@@ -179,47 +189,20 @@ def warn_of_dynamic_quantization(model: PreTrainedModel) -> None:
         )
 
 
-class PackedForward:
-    """The forward of a linear layer while a step computes.
+class PackedForward(Swapped):
+    """The forward of a linear layer."""
 
-    Whatever it was not packed for is multiplied by the layer's own forward: other weights, another
-    dtype, another thread, autocast, gradients, torch's compiler.
-    """
-
-    is_of_class = True  # for `placement.is_plain`: it computes what the layer's class does
+    module: nn.Linear
 
     def __init__(self, layer: nn.Linear, seen: Seen, packed: Packed, threads: list[int]) -> None:
-        self.layer, self.seen, self.packed, self.threads = layer, seen, packed, threads
-        self.weight = layer.weight
-        self.dtype = layer.weight.dtype
+        super().__init__(layer, seen, threads)
+        self.packed = packed
 
     def __call__(self, input: Tensor) -> Tensor:
         """`nn.Linear.forward`."""
-        if torch.compiler.is_compiling() or not self._serves(input):
-            return nn.Linear.forward(self.layer, input)
-        return product(input, self.packed, self.layer.bias)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Copies and saves a model in the middle of a step with the forward that is its own."""
-        return getattr, (self.layer, "forward")  # a copy that is just begun has its class's alone
-
-    def _serves(self, x: Tensor) -> bool:
-        weight, seen = self.weight, self.seen
-        return (
-            self.layer._parameters["weight"] is weight
-            and weight._version == seen.version
-            and weight.data_ptr() == seen.address
-            and x.dtype == self.dtype
-            and type(x) is Tensor
-            and x.dim() > 1
-            and x.numel() > 0
-            and x.shape[-1] == weight.shape[1]
-            and x.is_cpu
-            and _has_bias_for(self.layer, weight)
-            and get_ident() in self.threads
-            and not torch.is_grad_enabled()
-            and not torch.is_autocast_enabled("cpu")
-        )
+        if not self.serves(input) or not _has_bias_for(self.module, self.weight):
+            return nn.Linear.forward(self.module, input)
+        return product(input, self.packed, self.module.bias)
 
 
 def pack(weight: Tensor) -> Packed:

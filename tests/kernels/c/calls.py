@@ -1,4 +1,4 @@
-"""Calls of the C kernels: attention, with the steps of the Triton kernels, and products."""
+"""Calls of the C kernels: attention, with the steps of the Triton kernels, products and norms."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ from torch.nn import functional
 
 from pagedkv.kernels.c import backend
 from pagedkv.kernels.c.packed_product import pack, product
+from pagedkv.kernels.c.rms_norm import rms_norm
 from pagedkv.kernels.scoring import Scoring
+from pagedkv.kernels.torch.rms_norm import bounds
 from tests.kernels.steps import Step
 
 
@@ -83,3 +85,22 @@ def check_numbers(dtype: torch.dtype, flushed: bool = False) -> None:
     if flushed:  # those of bfloat16 are subnormal as floats, too, which no product has then
         weight = torch.where(weight.abs() < torch.finfo(torch.float32).tiny, 0, weight)
     assert torch.equal(found, weight)
+
+
+def check_norms(dtype: torch.dtype) -> None:
+    """Norms are within what float32 may give, and a row has the bits that it has alone."""
+    draw = torch.Generator().manual_seed(0)
+    for width in (1, 31, 64, 577):
+        x = torch.randn(21, width, generator=draw) * torch.logspace(-5, 4, 21)[:, None]
+        x[3, width // 2 :] = 0.0
+        x, weight = x.to(dtype), torch.randn(width, generator=draw).to(dtype)
+        for how in (
+            (eps, added, rounds)
+            for eps in (1e-6, 1e-2)
+            for added in (0.0, 1.0)
+            for rounds in (True, False)
+        ):
+            out, (least, most) = rms_norm(x, weight, *how), bounds(x, weight, *how)
+            assert ((least <= out) & (out <= most)).all()
+            for row in (0, 4, 20):
+                assert torch.equal(rms_norm(x[row:][:2], weight, *how), out[row:][:2])

@@ -5,12 +5,13 @@ import shutil
 
 import pytest
 
-from pagedkv.kernels.c import backend, packed_product
+from pagedkv.kernels.c import backend, packed_product, rms_norm
 from pagedkv.kernels.c import library as module
 from tests.kernels.c.calls import (
     KINDS,
     attend,
     capped_high,
+    check_norms,
     check_numbers,
     check_products,
     differs,
@@ -44,7 +45,7 @@ MUTANTS = {
     "tanh loses digits near 0": ("attend.c", "choose((x < all(0.625f))", "choose((x < all(-9.0f))"),
     "a sum of other lanes": ("attend.c", "x[2 * i + 1], h, h)", "x[2 * i + 1], h, 0)"),
     "parts by the whole step": ("tasks.h", "tokens > PART)", "tokens > PART * call->rows)"),
-    "two outputs change places": ("products.c", "(vf)(words << 16)", "(vf)(words & -0x10000)"),
+    "two outputs change places": ("vectors.h", "(vf)(words << 16)", "(vf)(words & -0x10000)"),
     "the last input is left out": ("products.c", "k < inputs;", "k + (inputs > 1) < inputs;"),
     "an input of another row": ("products.c", "x[r * inputs + k]", "x[k]"),
     "steps of another type": ("products.c", "== F32 ? 4 : 2) * WIDE;", "== F32 ? 2 : 2) * WIDE;"),
@@ -56,6 +57,16 @@ MUTANTS = {
         "first[r] += count > 1 ? each * a : each * 0.75f * a + each * 0.25f * a;",
     ),
     "the last row is left out": ("products.c", "row < rows->rows;", "row + 1 < rows->rows;"),
+    "a mean of more numbers": ("rms_norm.c", "total / (float)width", "total / (float)(width + 1)"),
+    "weights are not added to": ("rms_norm.c", "(weight + by->added)", "weight"),
+    "a norm rounds once": ("rms_norm.c", "by->rounds ? rounded(x, type) : x", "x"),
+    "a norm rounds twice": ("rms_norm.c", "by->rounds ? rounded(x, type) : x", "rounded(x, type)"),
+    "a norm rounds down": ("rms_norm.c", "bits + 0x7fff + (bits >> 16 & 1)", "bits"),
+    "the end of a row is left out": (
+        "rms_norm.c",
+        "memcpy(padded, at, count * size_of(type));",
+        "",
+    ),
 }
 
 
@@ -82,11 +93,19 @@ def try_products():
         check_numbers(dtype)
 
 
+def try_norms():
+    for dtype in rms_norm.TYPES:
+        check_norms(dtype)
+
+
+TRIED = {"products.c": try_products, "vectors.h": try_products, "rms_norm.c": try_norms}
+
+
 def use(monkeypatch, folder):
     """Compiles the sources anew and has them called."""
     monkeypatch.setenv("PAGEDKV_CACHE", str(folder))
     found = module.library.__wrapped__()
-    for caller in (backend, packed_product):
+    for caller in (backend, packed_product, rms_norm):
         monkeypatch.setattr(caller, "library", lambda: found)
     return found
 
@@ -104,7 +123,7 @@ def test_a_planted_fault_is_found(mutant, tmp_path, monkeypatch):
     monkeypatch.setattr(module, "SOURCES", [tmp_path / x.name for x in module.SOURCES])
     use(monkeypatch, tmp_path)
     with pytest.raises(AssertionError):
-        try_products() if name == "products.c" else try_attention()
+        TRIED.get(name, try_attention)()
 
 
 @pytest.mark.slow
@@ -116,3 +135,4 @@ def test_processors_with_narrower_vectors_agree(flag, lanes, tmp_path, monkeypat
     assert use(monkeypatch, tmp_path).panel_width() in (2 * lanes, 8)
     try_attention()
     try_products()
+    try_norms()

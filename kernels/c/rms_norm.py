@@ -1,0 +1,50 @@
+"""RMS norms on a processor: one call, where torch has six that find cold caches within a model.
+
+The twin of `torch/rms_norm.py`; `rms_norm.c` computes. A row's bits depend on that row alone.
+"""
+
+from __future__ import annotations
+
+from ctypes import Structure, byref, c_float, c_int32, c_int64, c_void_p
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from .library import library, missing
+
+TYPES = {torch.float32: 0, torch.bfloat16: 1}
+
+
+class _Norms(Structure):
+    """As `Norms` in rms_norm.c."""
+
+    _fields_ = [
+        *((name, c_void_p) for name in ("x", "weight", "out")),
+        *((name, c_int64) for name in ("rows", "width")),
+        *((name, c_float) for name in ("eps", "added")),
+        *((name, c_int32) for name in ("rounds", "type")),
+    ]
+
+
+@cache
+def why_not(dtype: torch.dtype) -> str | None:
+    """Why rows of a dtype are for torch; None where they are not."""
+    if dtype not in TYPES:
+        return f"expected float32 or bfloat16, got {str(dtype).removeprefix('torch.')}"
+    return missing() or None
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, added: float, rounds: bool) -> Tensor:
+    """As `torch/rms_norm.py`, of tensors of one dtype; the weight is contiguous.
+
+    Rows that are not contiguous are copied first: a row alone may be so where several are not.
+    """
+    rows, width = x.contiguous(), len(weight)
+    out = torch.empty_like(rows)
+    norms = _Norms(
+        *(rows.data_ptr(), weight.data_ptr(), out.data_ptr()),
+        *(x.numel() // width, width, eps, added, rounds, TYPES[x.dtype]),
+    )
+    library().rms_norm(byref(norms), torch.get_num_threads())
+    return out if rows is x else torch.empty_like(x).copy_(out)  # strides as torch's

@@ -1,0 +1,137 @@
+"""RMS norms of a model on a CPU, by one call in C where that was proved to be the same.
+
+A norm is known by what it computes, not by its name or class: a copy of the module is given rows,
+of which float64 says what may come out of any computation in float32, roundings included.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from copy import copy
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pagedkv.kernels.c.rms_norm import rms_norm, why_not
+from pagedkv.kernels.torch.rms_norm import bounds
+
+from .fingerprint import Seen
+from .swapped import Swapped
+
+How = tuple[float, float, bool]  # eps, what is added to weights, whether rows are rounded before
+
+
+class NormForward(Swapped):
+    """The forward of an RMS norm."""
+
+    def __init__(self, module: nn.Module, seen: Seen, threads: list[int], how: How) -> None:
+        super().__init__(module, seen, threads)
+        self.how, self.state = how, _state_of(module)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        x: Any = args[0] if len(args) == 1 and not kwargs else None
+        if not self.serves(x):
+            return type(self.module).forward(self.module, *args, **kwargs)
+        return rms_norm(x, self.weight, *self.how)
+
+
+def norms_of(
+    weights: Mapping[nn.Module, Seen | None],
+    before: Mapping[nn.Module, NormForward],
+    threads: list[int],
+) -> dict[nn.Module, NormForward]:
+    """The norms among modules.
+
+    Args:
+        weights: modules with their weights, where they have one.
+        before: what was found the last time; what has not changed since is not looked at again.
+        threads: those that compute a step.
+    """
+    found: dict[nn.Module, NormForward] = {}
+    with torch.autocast("cpu", enabled=False), torch.no_grad():
+        for module, seen in weights.items():
+            last = before.get(module)
+            if seen is None or not _may_be_one(module):
+                continue
+            if last and last.seen.is_same(seen) and _equal(last.state, _state_of(module)):
+                found[module] = last
+            elif how := how_it_norms(module):
+                found[module] = NormForward(module, seen, threads, how)
+    return found
+
+
+def _may_be_one(module: nn.Module) -> bool:
+    """Whether it has the shape of a norm: a weight for each number of a row, a small number."""
+    weight = module._parameters.get("weight")
+    return (
+        type(weight) is nn.Parameter
+        and weight.dim() == 1
+        and weight.is_cpu
+        and weight.is_contiguous()
+        and not weight.is_inference()
+        and why_not(weight.dtype) is None
+        and len(module._parameters) + len(module._modules) + len(module._buffers) == 1
+        and len(_small_numbers(module)) == 1
+        and "forward" not in vars(module)
+    )
+
+
+def _small_numbers(module: nn.Module) -> list[float]:
+    return [own for own in vars(module).values() if type(own) is float and 0 < own < 1]
+
+
+def how_it_norms(module: nn.Module) -> How | None:
+    """With what `rms_norm` computes what a module of that shape does; None where it does other."""
+    weight, (eps,) = module._parameters["weight"], _small_numbers(module)
+    assert weight is not None
+    x = _rows(len(weight), eps).to(weight.dtype)
+    shapes = x.shape, (1, 2, 8, len(weight))
+    tried = (_tried(copy(module), x.clone().view(shape)) for shape in shapes)
+    outs = [out.view(x.shape) for out in tried if out is not None]
+    if len(outs) < len(shapes):
+        return None
+    for how in ((eps, added, rounds) for added in (0.0, 1.0) for rounds in (True, False)):
+        least, most = bounds(x, weight, *how)
+        if all(((least <= out) & (out <= most)).all() for out in outs):
+            return how
+    return None
+
+
+def _tried(module: nn.Module, x: Tensor) -> Tensor | None:
+    """What a forward gives; None where that is no norm, or where the module is another then."""
+    before = _state_of(module)
+    try:
+        out = type(module).forward(module, x)
+    except Exception:  # whatever a forward may raise that is given what it is not made for
+        return None
+    same = type(out) is Tensor and (out.dtype, out.shape) == (x.dtype, x.shape)
+    return out if same and out.is_contiguous() and _equal(before, _state_of(module)) else None
+
+
+def _state_of(module: nn.Module) -> dict[str, Any]:
+    """All that a forward may depend on, but the weight's numbers and the rows."""
+    return {"": type(module), "()": type(module).forward, **vars(module)}
+
+
+def _equal(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    return one.keys() == other.keys() and all(one[key] is other[key] for key in one)
+
+
+@lru_cache(maxsize=8)
+def _rows(width: int, eps: float) -> Tensor:
+    """`[16, width]`: rows of few numbers and of many, around `eps` and far from it, off 0 as well.
+
+    Sums of few numbers have few roundings, so their bounds are narrow in a row of any width.
+    """
+    draw = torch.Generator().manual_seed(width)
+    x = torch.randn(16, width, generator=draw, device="cpu", dtype=torch.float32)
+    few = (0, 1.0), (1, 0.3), (1, 3.0), (2, 1.0), (3, 1.0), (5, 3.0)
+    for row, (count, size) in enumerate(few):
+        x[row, count:] = 0.0
+        x[row] *= size * (eps * width) ** 0.5
+    x[6:9] *= eps**0.5
+    x[10:] += 1.0
+    x[12:16] *= torch.tensor([1e-4, 30.0, 1e3, 1e6], device="cpu")[:, None]
+    return x
