@@ -19,7 +19,7 @@ MAY_IMPORT = {
     "arrays": "",
     "interrupt": "",
     "names": "",
-    "ranks": "",
+    "ranks": "errors",
     "retention": "arrays names",
     "models": "errors names",
     "kernels": "",
