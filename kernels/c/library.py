@@ -190,7 +190,8 @@ def _compiled(compiler: Sequence[str], processor: str, path: Path) -> ctypes.CDL
             os.chmod(name, 0o700)
             try:
                 found = ctypes.CDLL(name)
-            except OSError as error:  # OpenMP may be there for the compiler alone
+                found.paged_attention  # noqa: B018 - a wrapper around a compiler may leave it out
+            except (OSError, AttributeError) as error:  # OpenMP may be there for the compiler alone
                 reason = str(error)
                 continue
             os.replace(name, path)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
+from pagedkv.config import field_of
 from pagedkv.errors import PagedKVError
 
 from .errors import UsageError
@@ -93,6 +94,7 @@ def _check(name: str, device: str, dtype: str, length: int, tokens: int) -> int:
     typer.echo("answering in four ways; on a CPU this may take minutes", err=True)
     model.generation_config = transformers.GenerationConfig()  # rules would hide what is computed
     text = model.config.get_text_config(decoder=True)
+    _require_fits(text, length + tokens // 2 + 1 + tokens)
     draw = torch.Generator().manual_seed(0)
     least = min(3, text.vocab_size - 1)
     lengths = length, length * 3 // 8, length * 2 // 3
@@ -128,6 +130,16 @@ def _check(name: str, device: str, dtype: str, length: int, tokens: int) -> int:
         except PagedKVError as error:
             typer.echo(f"{way:<15} refused: {error}")
     return 0 if all(right) else 1
+
+
+def _require_fits(text: Any, longest: int) -> None:
+    """Raises where a second turn is longer than the texts that a model takes."""
+    most = field_of(text, "max_position_embeddings") or longest
+    if longest > most:
+        raise UsageError(
+            f"--length, --tokens: a second turn has {longest} tokens with its answer, and the "
+            f"model takes {most}"
+        )
 
 
 def _says(way: str, own: list[Answer], answers: list[Answer], rounding: float) -> bool:

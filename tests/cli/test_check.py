@@ -27,6 +27,14 @@ def test_a_model_is_held_against_its_own_cache(pagedkv, model):
     assert all("3 of 3 answers equal" in way and way.endswith(": right") for way in ways)
 
 
+def test_a_text_that_is_longer_than_the_model_takes_is_refused_before_it_is_computed(
+    pagedkv, model
+):
+    done = pagedkv("check", model, "--length", 100_000)
+    assert done.exit_code == 2
+    assert done.stderr.endswith("has 100049 tokens with its answer, and the model takes 256\n")
+
+
 def test_a_text_that_holds_the_padding_is_answered_whole():
     # Alone finds: a second turn that is called WRONG because the first one's answer held token 0.
     model, ids = tiny(), torch.tensor([5, 0, 9, 7])

@@ -97,6 +97,20 @@ def test_a_compiler_whose_openmp_cannot_be_loaded_makes_a_library_of_one_thread(
 
 
 @needs_compiler
+def test_a_library_without_its_functions_is_none(anew, monkeypatch):
+    compiler = anew / "compiler"
+    compiler.write_text(
+        "#!/bin/sh\n"
+        'while [ "$1" != -o ] && [ $# -gt 0 ]; do shift; done\n'
+        '[ $# = 0 ] || echo "int x;" | cc -shared -fPIC -x c - -o "$2"\n'
+    )
+    compiler.chmod(0o700)
+    monkeypatch.setenv("CC", str(compiler))
+    assert "paged_attention" in module.missing()
+    assert not kept(anew)
+
+
+@needs_compiler
 @pytest.mark.parametrize("what", ["the folder", "the library"])
 def test_what_others_may_write_is_not_loaded(what, anew):
     module.library()
