@@ -24,9 +24,21 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 SOURCES = [
-    HERE / name for name in ("attend.c", "tiles.h", "tasks.h", "write.h", "products.c", "vectors.h")
+    HERE / name
+    for name in (
+        "attend.c",
+        "log_sums.h",
+        "tiles.h",
+        "tasks.h",
+        "write.h",
+        "products.c",
+        "vectors.h",
+    )
 ]
-FLAGS = ("-std=gnu11", "-O3", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC")
+FLAGS = (
+    *("-std=gnu11", "-O3", "-shared", "-fPIC"),
+    *("-fno-math-errno", "-fno-trapping-math", "-ffp-contract=off"),  # see `fused` in vectors.h
+)
 # Not -ffast-math: compilers link with it what turns subnormal numbers into zeros, in all of torch.
 PROCESSORS = ("-march=native", "-mcpu=native", "")
 # What a wheel has libraries for, by what torch says of a processor; the last is for any.
