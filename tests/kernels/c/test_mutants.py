@@ -66,11 +66,6 @@ MUTANTS = {
     "a cap is left out": ("attend.c", "return call->softcap ?", "return 0 ?"),
     "tanh loses digits near 0": ("attend.c", "choose((x < all(0.625f))", "choose((x < all(-9.0f))"),
     "tokens of other lanes": ("tiles.h", "x[2 * i + 1], 1);", "x[2 * i + 1], 0);"),
-    "a part too many": (
-        "tasks.h",
-        "(task.end - 1) / PART + 1 - first",
-        "(task.end - 1) / PART + 2 - first",
-    ),
     "two outputs change places": ("products.c", "(vf)(words << 16)", "(vf)(words & -0x10000)"),
     "the last input is left out": ("products.c", "k < inputs;", "k + (inputs > 1) < inputs;"),
     "an input of another row": ("products.c", "x[r * inputs + k]", "x[k]"),
