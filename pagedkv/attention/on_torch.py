@@ -29,6 +29,7 @@ def reads_prefixes(call: Call) -> bool:
     _, k_dim, v_dim, _ = call.step.config.shapes[call.group]
     scoring = call.scoring
     plain = scoring.plain and not scoring.by_distance and not call.return_lse
+    plain = plain and call.step.storage.reads_prefixes
     return call.q.device.type == "cpu" and plain and not pages_read(call) and k_dim == v_dim
 
 
