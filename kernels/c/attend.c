@@ -2,11 +2,13 @@
 
    A task is a tile of query rows of one KV head, rows being pairs of a query and one of the head's
    query heads, over a part of a sequence's tokens. Blocks of tokens are decoded into floats and
-   attended with a running maximum and sum. Tiles of few rows have head dims in the lanes of a
-   vector; tiles of many have rows there, so that nothing is summed across lanes.
+   attended with a running maximum and sum. Tiles of few rows have tokens and then head dims in the
+   lanes of a vector; tiles of many have rows there.
 
-   What a row computes depends on the row alone: tiles and parts are cut by its own numbers. Tokens
-   that no query of a tile sees are not read. Vectors are those of GCC and clang, in plain C. */
+   What a query row computes depends on itself and the tokens that it sees, to the bit: neither on
+   other rows nor on the cut into tiles. Blocks and parts begin where they do in the text, parts are
+   joined from the first to the last, and tokens that a row does not see add zeros. Tokens that no
+   query of a tile sees are not read. Vectors are those of GCC and clang, in plain C. */
 
 #include <math.h>
 #include <stdlib.h>
@@ -46,7 +48,7 @@ typedef struct {
     int64_t row, group, first, count; /* query rows first .. first + count of a sequence */
     int64_t begin, end;               /* tokens, or slots of the pages chosen */
     int64_t part, parts;
-    float *partial; /* [count, 2 + D of V], beside that of the other parts; null for an only part */
+    float *partial; /* beside those of the other parts; null for an only task */
 } Task;
 
 /* ------------------------------------------------------------------ elements */
@@ -215,62 +217,47 @@ INLINE float sum(vf x) {
     return parts[0];
 }
 
-#define I(i, h, more) ((i) / (h) * 2 * (h) + (i) % (h) + (more)) /* of every two stretches of h lanes, one */
-#define FOUR(i, h, more) I(i, h, more), I(i + 1, h, more), I(i + 2, h, more), I(i + 3, h, more)
-#define EIGHT(i, h, more) FOUR(i, h, more), FOUR(i + 4, h, more)
+#define FOUR(i, odd) 2 * (i) + odd, 2 * (i) + 2 + odd, 2 * (i) + 4 + odd, 2 * (i) + 6 + odd
+#define EIGHT(i, odd) FOUR(i, odd), FOUR(i + 4, odd)
 #if LANES == 16
-#define EACH(h, more) EIGHT(0, h, more), EIGHT(8, h, more)
+#define EACH(odd) EIGHT(0, odd), EIGHT(8, odd)
 #elif LANES == 8
-#define EACH(h, more) EIGHT(0, h, more)
+#define EACH(odd) EIGHT(0, odd)
 #else
-#define EACH(h, more) FOUR(0, h, more)
+#define EACH(odd) FOUR(0, odd)
 #endif
-#ifdef __clang__
-#define PICK(x, y, h, more) __builtin_shufflevector(x, y, EACH(h, more))
+#ifdef __clang__ /* of two vectors, one behind the other, every other lane */
+#define PICK(x, y, odd) __builtin_shufflevector(x, y, EACH(odd))
 #else
-#define PICK(x, y, h, more) __builtin_shuffle(x, y, (vi){EACH(h, more)})
+#define PICK(x, y, odd) __builtin_shuffle(x, y, (vi){EACH(odd)})
 #endif
-#define HALVE(h) \
-    for (int i = 0; i < h; i++) x[i] = PICK(x[2 * i], x[2 * i + 1], h, 0) + PICK(x[2 * i], x[2 * i + 1], h, h);
-
-/* The sums of as many vectors as there are lanes, each in its lane; overwrites them. */
-INLINE vf sums_of(vf *x) {
-#if LANES > 8
-    HALVE(8)
-#endif
-#if LANES > 4
-    HALVE(4)
-#endif
-    HALVE(2) HALVE(1)
-    return x[0];
-}
 
 /* e^x to 2e-7 of it; 0 below -87, where float32 has no normal numbers left. */
 INLINE vf exponential(vf x) {
     vi small = x < all(-87.0f);
     x = choose(small, all(-87.0f), choose(x > all(88.0f), all(88.0f), x));
     const float magic = 12582912.0f; /* 1.5 * 2^23: what is added to it is rounded */
-    vf n = (x * 1.44269504f + magic) - magic;
-    vf r = x - n * 0.693359375f + n * 2.12194440e-4f;
+    vf n = fused(x, all(1.44269504f), all(magic)) - magic;
+    vf r = fused(n, all(2.12194440e-4f), fused(n, all(-0.693359375f), x));
     vf p = all(1.9875691500e-4f);
-    p = p * r + 1.3981999507e-3f;
-    p = p * r + 8.3334519073e-3f;
-    p = p * r + 4.1665795894e-2f;
-    p = p * r + 1.6666665459e-1f;
-    p = p * r + 5.0000001201e-1f;
-    p = p * r * r + r + 1.0f;
+    p = fused(p, r, all(1.3981999507e-3f));
+    p = fused(p, r, all(8.3334519073e-3f));
+    p = fused(p, r, all(4.1665795894e-2f));
+    p = fused(p, r, all(1.6666665459e-1f));
+    p = fused(p, r, all(5.0000001201e-1f));
+    p = fused(p * r, r, r) + 1.0f;
     vi e = (__builtin_convertvector(n, vi) + 127) << 23;
     return choose(small, all(0.0f), p * (vf)e);
 }
 
 INLINE vf tangent(vf x) { /* tanh; near 0 by a polynomial, where 1 - small would lose digits */
     vf z = x * x, p = all(-5.70498872745e-3f);
-    p = p * z + 2.06390887954e-2f;
-    p = p * z - 5.37397155531e-2f;
-    p = p * z + 1.33314422036e-1f;
-    p = p * z - 3.33332819422e-1f;
+    p = fused(p, z, all(2.06390887954e-2f));
+    p = fused(p, z, all(-5.37397155531e-2f));
+    p = fused(p, z, all(1.33314422036e-1f));
+    p = fused(p, z, all(-3.33332819422e-1f));
     vf far = 1.0f - 2.0f / (exponential(x + x) + 1.0f);
-    return choose((x < all(0.625f)) & (x > all(-0.625f)), p * z * x + x, far);
+    return choose((x < all(0.625f)) & (x > all(-0.625f)), fused(p * z, x, x), far);
 }
 
 /* Products are scaled, not queries: these could become infinite, and their sums no numbers. */
@@ -303,34 +290,59 @@ static void finish(const Call *call, const Task *task, const int64_t *starts, in
     for (int64_t i = 0; i < dim; i++) put(call->out, at * dim + i, call->type, weighed[i * stride] * factor);
 }
 
-static void end_task(const Call *call, const Task *task, const int64_t *starts, const float *most,
-                     const float *total, const float *weighed, int64_t by_row, int64_t by_dim) {
-    int64_t dim = call->v.dim;
-    for (int64_t i = 0; i < task->count; i++) {
-        if (task->partial) {
-            float *into = task->partial + i * (2 + dim);
-            into[0] = most[i], into[1] = total[i];
-            for (int64_t d = 0; d < dim; d++) into[2 + d] = weighed[i * by_row + d * by_dim];
-        } else {
-            finish(call, task, starts, i, most[i], total[i], weighed + i * by_row, by_dim);
-        }
+/* Two parts as one, in lanes of rows or of head dims: that of the lower maximum is weighed down. */
+INLINE vf joined(vf one, vf other, vf most, vf other_most) {
+    vi rises = other_most > most;
+    vf least = choose(rises, most, other_most), level = choose(rises, other_most, most);
+    vf by = exponential(least - choose(level == all(-INFINITY), all(0.0f), level));
+    return choose(rises, fused(one, by, other), fused(other, by, one));
+}
+
+/* Joins a part of some rows with what is held of the parts before. */
+static void join(const Scratch *s, int64_t count, int in_lanes) {
+    const int64_t lanes = in_lanes ? LANES : 1;
+    for (int64_t i = 0; i < count; i += lanes) {
+        vf most = in_lanes ? load(s->held_most + i) : all(s->held_most[i]);
+        vf other = in_lanes ? load(s->most + i) : all(s->most[i]);
+        float *held = s->held + (in_lanes ? i : i * s->v_width);
+        const float *weighed = s->weighed + (held - s->held);
+        for (int64_t d = 0, at = 0; d < s->v_width; d += LANES / lanes, at += in_lanes ? MANY : LANES)
+            store(held + at, joined(load(held + at), load(weighed + at), most, other));
+        vf total = in_lanes ? load(s->held_total + i) : all(s->held_total[i]);
+        total = joined(total, in_lanes ? load(s->total + i) : all(s->total[i]), most, other);
+        most = larger(other, most);
+        memcpy(s->held_total + i, &total, 4 * lanes);
+        memcpy(s->held_most + i, &most, 4 * lanes);
     }
 }
 
-/* Merges what the parts of a tile have left into that of its first part, and finishes its rows. */
-static void merge(const Call *call, const Task *task, const int64_t *starts) {
-    int64_t dim = call->v.dim, parts = task->parts, apart = task->count * (2 + dim);
+/* Writes a tile's results, or those of a part for `merge`: rows, their maxima, their sums. */
+static void end_task(const Call *call, const Task *task, const int64_t *starts, const Scratch *s,
+                     const float *most, const float *total, const float *weighed, int in_lanes) {
+    int64_t by_row = in_lanes ? 1 : s->v_width, by_dim = in_lanes ? MANY : 1, width = s->v_width;
     for (int64_t i = 0; i < task->count; i++) {
-        float *first = task->partial + i * (2 + dim), most = -INFINITY, total = 0;
-        for (int64_t part = 0; part < parts; part++) most = fmaxf(most, first[part * apart]);
-        for (int64_t part = 0; part < parts; part++) {
-            float *each = first + part * apart, by = each[1] ? expf(each[0] - most) : 0.0f;
-            total += each[1] * by;
-            for (int64_t d = 0; d < dim; d++) first[2 + d] = each[2 + d] * by + (part ? first[2 + d] : 0.0f);
-        }
-        finish(call, task, starts, i, most, total, first + 2, 1);
+        const float *row = weighed + i * by_row;
+        if (!task->partial) finish(call, task, starts, i, most[i], total[i], row, by_dim);
+        else for (int64_t d = 0; d < width; d++) task->partial[i * width + d] = row[d * by_dim];
     }
+    if (!task->partial) return;
+    memcpy(task->partial + task->count * width, most, 4 * task->count);
+    memcpy(task->partial + task->count * (width + 1), total, 4 * task->count);
+}
+
+/* Joins what the parts of a tile have left, in the place of the first, and finishes its rows. */
+static void merge(const Call *call, const Task *task, const int64_t *starts, Scratch s) {
+    int64_t count = task->count, width = s.v_width;
+    s.held = task->partial, s.held_most = s.held + count * width, s.held_total = s.held_most + count;
+    for (int64_t part = 1; part < task->parts; part++) {
+        s.weighed = s.held + part * count * (width + 2);
+        s.most = s.weighed + count * width, s.total = s.most + count;
+        join(&s, count, 0);
+    }
+    for (int64_t i = 0; i < count; i++)
+        finish(call, task, starts, i, s.held_most[i], s.held_total[i], s.held + i * width, 1);
 }
 
 #include "tasks.h"
 #include "write.h"
+#include "log_sums.h"

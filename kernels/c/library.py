@@ -24,7 +24,10 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 SOURCES = sorted(HERE.glob("*.[ch]"))
-FLAGS = ("-std=gnu11", "-O3", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC")
+FLAGS = (
+    *("-std=gnu11", "-O3", "-shared", "-fPIC"),
+    *("-fno-math-errno", "-fno-trapping-math", "-ffp-contract=off"),  # see `fused` in vectors.h
+)
 # Not -ffast-math: compilers link with it what turns subnormal numbers into zeros, in all of torch.
 PROCESSORS = ("-march=native", "-mcpu=native", "")
 # What a wheel has libraries for, by what torch says of a processor; the last is for any.

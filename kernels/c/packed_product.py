@@ -52,7 +52,7 @@ class Packed:
 
 @cache
 def why_not(dtype: torch.dtype) -> str | None:
-    """Why matrices of a dtype cannot be packed here; None where they can."""
+    """Why matrices of a dtype are not packed here unless that is asked for; None where they are."""
     if dtype != torch.float32:
         return f"expected float32, got {str(dtype).removeprefix('torch.')}"
     return missing() or None
@@ -61,7 +61,7 @@ def why_not(dtype: torch.dtype) -> str | None:
 @torch.no_grad()
 def pack(weight: Tensor) -> Packed:
     """`[outputs, inputs]` in panels, of 16 bits a weight where that is exact for all of them."""
-    weight = weight.detach()
+    weight = weight.detach().float()
     kept = (x for x in (torch.bfloat16, torch.float16) if _holds(x, weight))
     dtype = next(kept, torch.float32)
     (outputs, inputs), width = weight.shape, library().panel_width()
@@ -76,16 +76,19 @@ def pack(weight: Tensor) -> Packed:
 
 
 def product(x: Tensor, packed: Packed, bias: Tensor | None) -> Tensor:
-    """`functional.linear` of `[..., inputs]` with a packed matrix; it has no gradient."""
-    x, (outputs, inputs) = x.contiguous(), packed.shape
-    bias = None if bias is None else bias.contiguous()
+    """`functional.linear` of `[..., inputs]` with a packed matrix; it has no gradient.
+
+    Of bfloat16 as well: sums are float32 and rounded once.
+    """
+    dtype, x, (outputs, inputs) = x.dtype, x.float().contiguous(), packed.shape
+    bias = None if bias is None else bias.float().contiguous()
     out = x.new_empty(*x.shape[:-1], outputs)
     rows = _Rows(
         *(x.data_ptr(), None if bias is None else bias.data_ptr(), out.data_ptr()),
         x.numel() // inputs,
     )
     library().packed_product(byref(packed.as_c), byref(rows), torch.get_num_threads())
-    return out
+    return out.to(dtype)
 
 
 def _holds(dtype: torch.dtype, weight: Tensor) -> bool:

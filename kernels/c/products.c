@@ -43,8 +43,8 @@ INLINE void tile(const Matrix *by, const Rows *rows, const char *at, int type, i
         widen_two(at, type, &a, &b);
         for (int r = 0; r < count; r++) {
             vf each = all(x[r * inputs + k]);
-            first[r] += each * a;
-            second[r] += each * b;
+            first[r] = fused(each, a, first[r]);
+            second[r] = fused(each, b, second[r]);
         }
     }
     for (int r = 0; r < count; r++) {

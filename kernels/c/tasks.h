@@ -4,7 +4,7 @@
 static const float *in_place(const Call *call, const Pages *x, const Task *task, int64_t t, int64_t last) {
     const int64_t size = call->page_size, slot = t % size;
     if (x->format != DENSE || x->type != F32 || x->dim % LANES || call->chosen) return NULL;
-    if (slot + BLOCK > size || t + BLOCK > task->end || t + BLOCK > last + 1) return NULL;
+    if (slot + BLOCK > size || t < task->begin || t + BLOCK > task->end || t + BLOCK > last + 1) return NULL;
     const int64_t page = call->table[task->row * call->columns + t / size];
     if (page >= x->count) return NULL; /* a staging page */
     return (const float *)x->data + page * x->data_page + task->group * x->data_head + slot * x->data_slot;
@@ -13,14 +13,19 @@ static const float *in_place(const Call *call, const Pages *x, const Task *task,
 /* Attends for one task. */
 static void run(const Call *call, const Task *task, const int64_t *starts, float *memory) {
     Scratch s = cut(call, memory);
-    int few = task->count <= FEW;
+    int few = task->count <= FEW, holds = 0;
     int32_t places[BLOCK];
     begin_tile(call, task, starts, &s, !few);
     int64_t last = s.last[task->count - 1];
     const float *v = call->v_is_k ? s.k : s.v;
     int64_t v_stride = call->v_is_k ? s.k_width : s.v_width;
     memset(s.k, 0, 4 * BLOCK * (s.k_width + s.v_width)); /* also what no token fills */
-    for (int64_t t = task->begin; t < task->end; t += BLOCK) {
+    for (int64_t t = task->begin / BLOCK * BLOCK; t < task->end; t += BLOCK) {
+        if (t % PART == 0 && t > task->begin) {
+            if (!holds) empty(s.held_most, s.held_total, s.held, s.v_width);
+            join(&s, task->count, !few), holds = 1;
+            empty(s.most, s.total, s.weighed, s.v_width);
+        }
         const float *k_here = few ? in_place(call, &call->k, task, t, last) : NULL;
         const float *v_here = k_here ? in_place(call, &call->v, task, t, last) : NULL;
         if (v_here) {
@@ -28,18 +33,23 @@ static void run(const Call *call, const Task *task, const int64_t *starts, float
             few_rows(call, &s, task->count, places, k_here, call->k.data_slot, v_here, call->v.data_slot);
             continue;
         }
+        int64_t before = t < task->begin ? task->begin - t : 0;
         int64_t count = task->end - t < BLOCK ? task->end - t : BLOCK;
-        if (count < BLOCK) {
+        if (before || count < BLOCK) {
             memset(s.k, 0, 4 * BLOCK * (s.k_width + s.v_width));
             for (int i = 0; i < BLOCK; i++) places[i] = -1;
         }
-        read_block(call, &call->k, task, t, count, last, s.k, s.k_width, places);
-        if (!call->v_is_k) read_block(call, &call->v, task, t, count, last, s.v, s.v_width, places);
+        float *k = s.k + before * s.k_width, *v_into = s.v + before * s.v_width;
+        read_block(call, &call->k, task, t + before, count - before, last, k, s.k_width, places + before);
+        if (!call->v_is_k)
+            read_block(call, &call->v, task, t + before, count - before, last, v_into, s.v_width, places + before);
         if (few) few_rows(call, &s, task->count, places, s.k, s.k_width, v, v_stride);
         else if (task->count <= LANES) many_rows(call, &s, 1, places, v, v_stride);
         else many_rows(call, &s, 2, places, v, v_stride);
     }
-    end_task(call, task, starts, s.most, s.total, s.weighed, few ? s.v_width : 1, few ? 1 : MANY);
+    if (holds) join(&s, task->count, !few);
+    end_task(call, task, starts, &s, holds ? s.held_most : s.most, holds ? s.held_total : s.total,
+             holds ? s.held : s.weighed, !few);
 }
 
 /* Makes the tasks of all sequences, or counts them where `tasks` is null. `longer` has room for `rows`.
@@ -47,7 +57,8 @@ static void run(const Call *call, const Task *task, const int64_t *starts, float
    Sequences follow each other within a part, so that those with the same first pages find these in
    the processor's cache. What the parts of a tile leave lies side by side, for `merge`. */
 static int64_t plan(const Call *call, Task *tasks, float *partials, int64_t *floats, int64_t *longer) {
-    int64_t ratio = call->heads / call->groups, each = 2 + call->v.dim, made = 0, most = 1, many = 0;
+    int64_t ratio = call->heads / call->groups, made = 0, most = 1, many = 0;
+    int64_t each = 2 + (call->v.dim + LANES - 1) / LANES * LANES;
     *floats = 0;
     for (int64_t group = 0; group < call->groups; group++) {
         float *place = partials + *floats;
@@ -70,11 +81,11 @@ static int64_t plan(const Call *call, Task *tasks, float *partials, int64_t *flo
                     task.begin = call->window && from >= call->window ? from - call->window + 1 : 0;
                     task.end = to + 1;
                     if (chosen && chosen[0] >= 0) task.begin = 0, task.end = call->read * call->page_size;
-                    int64_t tokens = task.end - task.begin;
-                    if (tiles == 1 && tokens > PART) { /* else there are tasks enough */
-                        task.parts = (tokens + PART - 1) / PART;
-                        task.begin += part * PART;
-                        if (task.end > task.begin + PART) task.end = task.begin + PART;
+                    int64_t first = task.begin / PART, parts = (task.end - 1) / PART + 1 - first;
+                    if (tiles == 1 && parts > 1) { /* else there are tasks enough */
+                        task.parts = parts;
+                        if (part) task.begin = (first + part) * PART;
+                        if (task.end > (first + part + 1) * PART) task.end = (first + part + 1) * PART;
                         if (tasks) task.partial = place + used + part * task.count * each;
                         used += task.parts * task.count * each;
                         if (!part) longer[many++] = row;
@@ -111,7 +122,7 @@ int paged_attention(const Call *call) {
                 if (memory) run(call, tasks + i, starts, memory);
 #pragma omp for schedule(dynamic, 8)
             for (int64_t i = 0; i < count; i++)
-                if (tasks[i].partial && !tasks[i].part && memory) merge(call, tasks + i, starts);
+                if (tasks[i].partial && !tasks[i].part && memory) merge(call, tasks + i, starts, cut(call, memory));
             free(memory);
         }
     }

@@ -1,15 +1,19 @@
-/* Two ways through a tile: few rows, with head dims in lanes, and many, with rows in lanes. */
+/* Two ways through a tile: few rows, with tokens or head dims in lanes, and many, with rows in lanes.
+
+   Both compute the same bits. A product of a query and a token is one chain over head dims, the
+   weights of a block are summed as a tree, and what they weigh is one chain over tokens. */
 
 typedef struct {
     int64_t k_width, v_width; /* of decoded rows: head dims, up to whole vectors */
-    float *q, *k, *v, *weights, *weighed, *most, *total;
+    float *q, *k, *v, *turned, *weights, *weighed, *most, *total;
+    float *held, *held_most, *held_total; /* of the parts before, as those are of this one */
     int32_t *first, *last; /* tokens that each row sees */
 } Scratch;
 
 /* Sizes of a thread's scratch, in floats; each begins at a whole vector. */
 static int64_t scratch_floats(const Call *call) {
     int64_t k = (call->k.dim + LANES - 1) / LANES * LANES, v = (call->v.dim + LANES - 1) / LANES * LANES;
-    return MANY * (k + v) + BLOCK * (k + v) + BLOCK * MANY + 4 * MANY;
+    return MANY * (k + 2 * v) + BLOCK * (2 * k + v) + BLOCK * MANY + 6 * MANY;
 }
 
 static Scratch cut(const Call *call, float *memory) {
@@ -18,14 +22,23 @@ static Scratch cut(const Call *call, float *memory) {
     s.v_width = (call->v.dim + LANES - 1) / LANES * LANES;
     s.q = memory;
     s.weighed = s.q + MANY * s.k_width;
-    s.k = s.weighed + MANY * s.v_width;
+    s.held = s.weighed + MANY * s.v_width;
+    s.k = s.held + MANY * s.v_width;
     s.v = s.k + BLOCK * s.k_width;
-    s.weights = s.v + BLOCK * s.v_width;
+    s.turned = s.v + BLOCK * s.v_width;
+    s.weights = s.turned + BLOCK * s.k_width;
     s.most = s.weights + BLOCK * MANY;
     s.total = s.most + MANY;
-    s.first = (int32_t *)(s.total + MANY);
+    s.held_most = s.total + MANY;
+    s.held_total = s.held_most + MANY;
+    s.first = (int32_t *)(s.held_total + MANY);
     s.last = s.first + MANY;
     return s;
+}
+
+INLINE void empty(float *most, float *total, float *weighed, int64_t width) {
+    memset(weighed, 0, 4 * MANY * width);
+    for (int64_t i = 0; i < MANY; i++) most[i] = -INFINITY, total[i] = 0;
 }
 
 /* Queries, and what each row sees. Lanes without a row see nothing. */
@@ -33,9 +46,8 @@ static void begin_tile(const Call *call, const Task *task, const int64_t *starts
     int64_t ratio = call->heads / call->groups, dim = call->k.dim;
     int64_t before = call->kv_lens[task->row] - call->num_new[task->row];
     memset(s->q, 0, 4 * MANY * s->k_width);
-    memset(s->weighed, 0, 4 * MANY * s->v_width);
+    empty(s->most, s->total, s->weighed, s->v_width);
     for (int64_t i = 0; i < MANY; i++) {
-        s->most[i] = -INFINITY, s->total[i] = 0;
         s->first[i] = 0, s->last[i] = -1;
         if (i >= task->count) continue;
         int64_t row = task->first + i, at = before + row / ratio;
@@ -57,50 +69,86 @@ INLINE void weigh(int rows, float *weighed, int64_t width, const float *weights,
         for (int r = 0; r < rows; r++) sums[r] = load(weighed + r * width + d);
         for (int t = 0; t < BLOCK; t++) {
             vf value = load(v + t * v_stride + d);
-            for (int r = 0; r < rows; r++) sums[r] += weights[r * BLOCK + t] * value;
+            for (int r = 0; r < rows; r++) sums[r] = fused(all(weights[r * BLOCK + t]), value, sums[r]);
         }
         for (int r = 0; r < rows; r++) store(weighed + r * width + d, sums[r]);
     }
 }
 
+/* Tokens in lanes, head dim after head dim. Each round brings the lowest bit of a number's lane in front
+   of the bits of its vector, so that as many rounds as a lane has bits put one in place of the other. */
+static void turn(const float *k, int64_t stride, int64_t width, float *out) {
+    for (int t = 0; t < BLOCK; t += LANES)
+        for (int64_t d = 0; d < width; d += LANES) {
+            vf x[LANES], y[LANES];
+            for (int i = 0; i < LANES; i++) x[i] = load(k + (t + i) * stride + d);
+            for (int round = 1; round < LANES; round *= 2) {
+                for (int i = 0; i < LANES / 2; i++) {
+                    y[i] = PICK(x[2 * i], x[2 * i + 1], 0);
+                    y[i + LANES / 2] = PICK(x[2 * i], x[2 * i + 1], 1);
+                }
+                for (int i = 0; i < LANES; i++) x[i] = y[i];
+            }
+            for (int i = 0; i < LANES; i++) store(out + (d + i) * BLOCK + t, x[i]);
+        }
+}
+
+/* Products of a few queries with each token of a block. */
+INLINE void multiply(int rows, const float *q, int64_t width, const float *turned, int64_t dim, float *out) {
+    for (int t = 0; t < BLOCK; t += LANES) {
+        vf sums[4];
+        for (int r = 0; r < rows; r++) sums[r] = all(0.0f);
+        for (int64_t d = 0; d < dim; d++) {
+            vf k = load(turned + d * BLOCK + t);
+            for (int r = 0; r < rows; r++) sums[r] = fused(all(q[r * width + d]), k, sums[r]);
+        }
+        for (int r = 0; r < rows; r++) store(out + r * BLOCK + t, sums[r]);
+    }
+}
+
+/* Of the products of a row its weights, in their place. */
+static void weights_of(const Call *call, const Scratch *s, int64_t r, const int32_t *places) {
+    enum { VECTORS = BLOCK / LANES };
+    float *weights = s->weights + r * BLOCK, before = s->most[r], highest = before;
+    vf score[VECTORS], most = all(before);
+    vi seen[VECTORS];
+    for (int i = 0; i < VECTORS; i++) {
+        vi place;
+        memcpy(&place, places + i * LANES, sizeof place);
+        seen[i] = (place >= s->first[r]) & (place <= s->last[r]);
+        score[i] = choose(seen[i], scored(call, load(weights + i * LANES)), all(-INFINITY));
+        most = larger(score[i], most);
+    }
+    for (int i = 0; i < LANES; i++) highest = most[i] > highest ? most[i] : highest;
+    vf level = all(highest == -INFINITY ? 0.0f : highest); /* a score that is no number gets on */
+    for (int i = 0; i < VECTORS; i++) {
+        score[i] = choose(seen[i], exponential(score[i] - level), all(0.0f));
+        store(weights + i * LANES, score[i]);
+    }
+    for (int half = VECTORS / 2; half; half /= 2)
+        for (int i = 0; i < half; i++) score[i] += score[i + half];
+    vf by = exponential(all(before) - level), total = fused(all(s->total[r]), by, all(sum(score[0])));
+    s->total[r] = total[0];
+    if (!(highest > before)) return;
+    float *weighed = s->weighed + r * s->v_width;
+    for (int64_t d = 0; d < s->v_width; d += LANES) store(weighed + d, load(weighed + d) * by);
+    s->most[r] = highest;
+}
+
 static void few_rows(const Call *call, const Scratch *s, int64_t rows, const int32_t *places, const float *k,
                      int64_t k_stride, const float *v, int64_t v_stride) {
-    enum { VECTORS = BLOCK / LANES };
-    for (int64_t r = 0; r < rows; r++) {
+    turn(k, k_stride, s->k_width, s->turned);
+    for (int64_t r = 0; r < rows; r += 4) {
         const float *q = s->q + r * s->k_width;
-        vf sums[BLOCK];
-        for (int t = 0; t < BLOCK; t++) sums[t] = all(0.0f);
-        for (int64_t d = 0; d < s->k_width; d += LANES) {
-            vf query = load(q + d);
-            for (int t = 0; t < BLOCK; t++) sums[t] += query * load(k + t * k_stride + d);
+        float *out = s->weights + r * BLOCK;
+        switch (rows - r) {
+        case 1: multiply(1, q, s->k_width, s->turned, call->k.dim, out); break;
+        case 2: multiply(2, q, s->k_width, s->turned, call->k.dim, out); break;
+        case 3: multiply(3, q, s->k_width, s->turned, call->k.dim, out); break;
+        default: multiply(4, q, s->k_width, s->turned, call->k.dim, out);
         }
-        vf score[VECTORS], most = all(s->most[r]), total = all(0.0f);
-        vi seen[VECTORS];
-        for (int i = 0; i < VECTORS; i++) {
-            vi place;
-            memcpy(&place, places + i * LANES, sizeof place);
-            seen[i] = (place >= s->first[r]) & (place <= s->last[r]);
-            score[i] = choose(seen[i], scored(call, sums_of(sums + i * LANES)), all(-INFINITY));
-            most = larger(score[i], most);
-        }
-        float highest = s->most[r];
-        for (int i = 0; i < LANES; i++) highest = most[i] > highest ? most[i] : highest;
-        float *weights = s->weights + r * BLOCK;
-        float level = highest == -INFINITY ? 0.0f : highest; /* a score that is no number gets on */
-        for (int i = 0; i < VECTORS; i++) {
-            vf weight = choose(seen[i], exponential(score[i] - level), all(0.0f));
-            store(weights + i * LANES, weight);
-            total += weight;
-        }
-        if (highest > s->most[r]) {
-            float by = s->most[r] == -INFINITY ? 0.0f : expf(s->most[r] - highest);
-            float *weighed = s->weighed + r * s->v_width;
-            for (int64_t d = 0; d < s->v_width; d += LANES) store(weighed + d, load(weighed + d) * by);
-            s->total[r] *= by;
-            s->most[r] = highest;
-        }
-        s->total[r] += sum(total);
     }
+    for (int64_t r = 0; r < rows; r++) weights_of(call, s, r, places);
     for (int64_t r = 0; r < rows; r += 4) {
         float *weighed = s->weighed + r * s->v_width;
         const float *weights = s->weights + r * BLOCK;
@@ -128,13 +176,14 @@ INLINE void many_rows(const Call *call, const Scratch *s, int vectors, const int
             vf query[2];
             for (int w = 0; w < vectors; w++) query[w] = load(s->q + d * MANY + w * LANES);
             for (int j = 0; j < ABREAST; j++)
-                for (int w = 0; w < vectors; w++) sums[j][w] += query[w] * s->k[(t + j) * s->k_width + d];
+                for (int w = 0; w < vectors; w++)
+                    sums[j][w] = fused(query[w], all(s->k[(t + j) * s->k_width + d]), sums[j][w]);
         }
         for (int j = 0; j < ABREAST; j++)
             for (int w = 0; w < vectors; w++) scores[t + j][w] = sums[j][w];
     }
     for (int w = 0; w < vectors; w++) {
-        vf before = load(s->most + w * LANES), most = before, total = all(0.0f);
+        vf before = load(s->most + w * LANES), most = before;
         vi first, last;
         memcpy(&first, s->first + w * LANES, sizeof first);
         memcpy(&last, s->last + w * LANES, sizeof last);
@@ -145,13 +194,14 @@ INLINE void many_rows(const Call *call, const Scratch *s, int vectors, const int
         }
         vf level = choose(most == all(-INFINITY), all(0.0f), most);
         for (int t = 0; t < BLOCK; t++) {
-            vf weight = exponential(scores[t][w] - level); /* of minus infinity: 0 */
-            store(s->weights + t * MANY + w * LANES, weight);
-            total += weight;
+            scores[t][w] = exponential(scores[t][w] - level); /* of minus infinity: 0 */
+            store(s->weights + t * MANY + w * LANES, scores[t][w]);
         }
+        for (int half = BLOCK / 2; half; half /= 2)
+            for (int t = 0; t < half; t++) scores[t][w] += scores[t + half][w];
         vf by = exponential(before - level);
         store(s->most + w * LANES, most);
-        store(s->total + w * LANES, load(s->total + w * LANES) * by + total);
+        store(s->total + w * LANES, fused(load(s->total + w * LANES), by, scores[0][w]));
         vi rises = most > before;
         int any = 0;
         for (int i = 0; i < LANES; i++) any |= rises[i];
@@ -170,7 +220,8 @@ INLINE void many_rows(const Call *call, const Scratch *s, int vectors, const int
             vf weight[2];
             for (int w = 0; w < vectors; w++) weight[w] = load(s->weights + t * MANY + w * LANES);
             for (int j = 0; j < DIMS; j++)
-                for (int w = 0; w < vectors; w++) sums[j][w] += weight[w] * v[t * v_stride + d + j];
+                for (int w = 0; w < vectors; w++)
+                    sums[j][w] = fused(weight[w], all(v[t * v_stride + d + j]), sums[j][w]);
         }
         for (int j = 0; j < DIMS; j++)
             for (int w = 0; w < vectors; w++) store(s->weighed + (d + j) * MANY + w * LANES, sums[j][w]);

@@ -5,8 +5,10 @@
 
 #include <stdint.h>
 #include <string.h>
-#ifdef __F16C__
-#include <immintrin.h> /* compilers take halves one by one */
+#if defined(__F16C__) || defined(__FMA__)
+#include <immintrin.h> /* compilers take halves one by one, and fuse what they like */
+#elif defined(__aarch64__)
+#include <arm_neon.h>
 #endif
 
 #if defined(__AVX512F__)
@@ -58,6 +60,20 @@ INLINE void widen_two(const char *at, int type, vf *first, vf *second) {
         *first = of_halves(at);
         *second = of_halves(at + 2 * LANES);
     }
+}
+
+/* x * y + z, rounded once where the processor can. What is not written so is rounded twice: a compiler
+   that may choose fuses one loop and not another, and then two loops have other bits. */
+INLINE vf fused(vf x, vf y, vf z) {
+#if defined(__AVX512F__)
+    return (vf)_mm512_fmadd_ps((__m512)x, (__m512)y, (__m512)z);
+#elif defined(__FMA__)
+    return (vf)_mm256_fmadd_ps((__m256)x, (__m256)y, (__m256)z);
+#elif defined(__aarch64__)
+    return (vf)vfmaq_f32((float32x4_t)z, (float32x4_t)x, (float32x4_t)y);
+#else
+    return x * y + z;
+#endif
 }
 
 #endif

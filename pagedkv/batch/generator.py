@@ -97,6 +97,9 @@ class BatchGenerator:
             is quicker the fewer tokens a step has; see docs/generate.md. `auto` packs where that
             takes at most half of the free memory, or what `plan` counts for it. A model that cannot
             be packed runs as it is; with True a warning says so.
+        batch_invariant: on a CPU, give a row the same bits alone and in any batch, in steps of any
+            width and pages of any size, in float32 and bfloat16; refused where that cannot be. See
+            docs/howto/rollouts.md for what it costs.
         cuda_graphs: replay decoding steps as CUDA graphs, where the pages are on CUDA and attended
             by Triton kernels.
         unknown: "check" looks at a model that no list knows, as `PagedCache` does, and tries packed
@@ -124,6 +127,7 @@ class BatchGenerator:
         verify_width: int | None = None,
         draft: PreTrainedModel | None = None,
         pack_weights: bool | Literal["auto"] = "auto",
+        batch_invariant: bool = False,
         cuda_graphs: bool = True,
         unknown: Literal["check"] | None = None,
         **fields: Unpack[ModelPagesFields],
@@ -150,7 +154,8 @@ class BatchGenerator:
         self.step_tokens = step_tokens
         sizes: dict[str, Any] = {"plan": plan, "max_tokens": max_tokens, **fields}
         sizes |= {"cache": cache, "unknown": unknown}
-        self._packed = PackedModel(model, pack_weights=pack_weights, **sizes)
+        sizes |= {"pack_weights": pack_weights, "batch_invariant": batch_invariant}
+        self._packed = PackedModel(model, **sizes)
         self.cache = self._packed.kv
         is_processor = hasattr(tokenizer, "image_processor")
         self.tokenizer = tokenizer.tokenizer if is_processor else tokenizer

@@ -23,7 +23,12 @@ from pagedkv.config import field_of
 from pagedkv.errors import ModelChangedError, UnsupportedModelError
 from pagedkv.hf.adapters import state_of, without_adapters
 from pagedkv.hf.attach import attach_packed, detach_later
-from pagedkv.hf.blocked_weights import packed_weights, warn_of_dynamic_quantization, weights_for
+from pagedkv.hf.blocked_weights import (
+    packed_weights,
+    warn_of_dynamic_quantization,
+    weights_for,
+    why_rows_differ,
+)
 from pagedkv.hf.cache import PagedCache
 from pagedkv.hf.foreign_hooks import foreign_hook
 from pagedkv.hf.forward_cache import NAME, ForwardCache, changed_after_cache
@@ -44,6 +49,7 @@ from pagedkv.hf.release import CHECKPOINTS_TAKE_NO_CACHE, cache_argument
 from pagedkv.hf.signature import parameters_of, takes_positions
 from pagedkv.hf.telling import warn
 from pagedkv.models import facts_of, layer_kinds
+from pagedkv.ranks import ranks_of
 from pagedkv.step.metadata import StepMetadata
 
 from .packed_mixers import AbsentStates, MixerCall, PagedAbsentStates
@@ -208,6 +214,7 @@ class PackedModel:
         plan, max_tokens, fields: as for `PagedCache`.
         pack_weights: multiply with packed weights; see `hf/blocked_weights.py`. `auto` where they
             can be packed into free memory.
+        batch_invariant: as for `BatchGenerator`.
         unknown: as for `PagedCache`, which tries a model first.
 
     Raises:
@@ -223,6 +230,7 @@ class PackedModel:
         plan: MemoryPlan | None = None,
         max_tokens: int | None = None,
         pack_weights: bool | Literal["auto"] = False,
+        batch_invariant: bool = False,
         unknown: str | None = None,
         **fields: Any,
     ) -> None:
@@ -238,9 +246,13 @@ class PackedModel:
             # Weights to be packed whatever happens go first, because pages take a share of what is
             # left, and others last, because pages that a caller asked for go before them.
             asked = bool(pack_weights) and pack_weights != "auto"
-            weights = packed_weights(model) if asked else None
+            asked = asked or batch_invariant
+            weights = packed_weights(model, by_c=batch_invariant) if asked else None
             self.kv = pages_for(model, cache, plan, max_tokens, fields)
-            if pack_weights == "auto":
+            if batch_invariant:
+                _require_invariant(model, self.kv, pack_weights)
+                self.kv._storage.reads_prefixes = False
+            elif pack_weights == "auto":
                 weights = weights_for(model, plan, self.kv.config.nbytes)
         except BaseException:
             self.detach()
@@ -384,6 +396,21 @@ class PackedModel:
         """Takes back the switch to paged attention. Idempotent."""
         self.detach()
         self._weights = None
+
+
+def _require_invariant(model: PreTrainedModel, kv: PagedKVCache, pack_weights: object) -> None:
+    """Raises where the bits of a row would depend on what is computed beside it."""
+    config, reason = kv.config, why_rows_differ(model)
+    if pack_weights is False:
+        reason = "pack_weights is False"
+    elif ranks_of(model).size > 1:
+        reason = "several processes share the model"
+    elif kv.backend != "c":
+        reason = f"the backend is {kv.backend!r}"
+    elif not config.dense or config.policy is not None or config.read_tokens is not None:
+        reason = "kv_format, retention and read_tokens look at how a text is cut into steps"
+    if reason:
+        raise UnsupportedModelError(f"batch_invariant: expected False, {reason}")
 
 
 def _require_packable(model: PreTrainedModel) -> set[str]:

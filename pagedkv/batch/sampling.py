@@ -20,6 +20,8 @@ from transformers import LogitsProcessorList, StoppingCriteriaList
 from pagedkv.kernels.sending import sent
 from pagedkv.ranks import ALONE, Ranks
 
+from .logprobs import logprobs_of
+
 NO_TOKEN = "no token can be chosen: every one is forbidden, or a score is no number"
 
 
@@ -131,8 +133,7 @@ def choose(
         chosen, fine = _by_rules(rows, logits, errors)
     logprobs = None
     if with_logprobs:
-        picked = logits.gather(1, chosen[:, None])[:, 0].float()
-        logprobs = picked - logits.float().logsumexp(-1)
+        logprobs = logprobs_of(logits, torch.arange(len(chosen), device=chosen.device), chosen)
     return Chosen(chosen, logprobs, errors, fine, ranks)
 
 

@@ -36,7 +36,7 @@ Packed = in_c.Packed | Tensor  # by our own kernels, or by torch's operators
 
 DYNAMIC = "torch.ao.nn.quantized.dynamic"
 
-_SHARED: weakref.WeakKeyDictionary[PreTrainedModel, weakref.ref[PackedWeights]]
+_SHARED: weakref.WeakKeyDictionary[PreTrainedModel, dict[bool, weakref.ref[PackedWeights]]]
 _SHARED = weakref.WeakKeyDictionary()
 
 
@@ -66,25 +66,44 @@ def weights_for(
         return None
 
 
-def packed_weights(model: PreTrainedModel) -> PackedWeights:
+def packed_weights(model: PreTrainedModel, by_c: bool = False) -> PackedWeights:
     """Returns the packed weights of a model, made at the first use and kept while they are used.
 
     What cannot be packed is left out.
+
+    Args:
+        by_c: have all products by our own kernels, also where others are quicker.
     """
-    kept = _SHARED.get(model)
-    found = None if kept is None else kept()
+    by_c = by_c and bool(in_c.why_not(model.dtype))
+    kept = _SHARED.setdefault(model, {})
+    found = kept[by_c]() if by_c in kept else None
     if found is None:
-        found = PackedWeights(model)
-        _SHARED[model] = weakref.ref(found)
+        found = PackedWeights(model, by_c)
+        kept[by_c] = weakref.ref(found)
     found.refresh()
     return found
+
+
+def why_rows_differ(model: PreTrainedModel) -> str | None:
+    """Why products of a row may depend on others although C multiplies; None where they do not."""
+    if reason := in_c.why_not(torch.float32):
+        return reason
+    if model.dtype not in (torch.float32, torch.bfloat16):
+        return f"expected float32 or bfloat16, got {str(model.dtype).removeprefix('torch.')}"
+    if reason := _why_none(model):
+        return reason
+    for path, part in model.named_modules():
+        own = [x for x in part.parameters(recurse=False) if x.dim() > 1]
+        if own and not _is_packable(part) and not isinstance(part, nn.Embedding):
+            return f"{path} is a {type(part).__name__}, which torch multiplies"
+    return None
 
 
 class PackedWeights:
     """The layers of a model whose weights are packed."""
 
-    def __init__(self, model: PreTrainedModel) -> None:
-        self.model = model
+    def __init__(self, model: PreTrainedModel, by_c: bool = False) -> None:
+        self.model, self.by_c = model, by_c
         self._forwards: dict[nn.Linear, PackedForward] = {}
         self._norms: dict[nn.Module, NormForward] = {}
         self._sites: list[tuple[dict[str, Any], Swapped]] = []
@@ -121,7 +140,7 @@ class PackedWeights:
             if forward is None or not forward.seen.is_same(seen):
                 forward = None  # its bytes go before new ones come
                 made = packed.get(id(layer.weight))
-                made = pack(layer.weight) if made is None else made
+                made = pack(layer.weight, self.by_c) if made is None else made
                 forward = PackedForward(layer, seen, made, self._threads)
             packed[id(layer.weight)] = forward.packed
             self._forwards[layer] = forward
@@ -205,9 +224,10 @@ class PackedForward(Swapped):
         return product(input, self.packed, self.module.bias)
 
 
-def pack(weight: Tensor) -> Packed:
-    """A matrix, packed by the kernels of its dtype."""
-    return in_torch.pack(weight) if in_c.why_not(weight.dtype) else in_c.pack(weight)
+def pack(weight: Tensor, by_c: bool = False) -> Packed:
+    """A matrix, packed by the kernels of its dtype, or by our own."""
+    by_torch = in_c.why_not(weight.dtype) and not by_c
+    return in_torch.pack(weight) if by_torch else in_c.pack(weight)
 
 
 def product(x: Tensor, packed: Packed, bias: Tensor | None) -> Tensor:

@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from pagedkv.arrays import Ints, Tokens
+from pagedkv.batch.logprobs import logprobs_of
 from pagedkv.batch.packed import PackedModel
 from pagedkv.batch.results import GenerationStats, Score
 from pagedkv.batch.rows import Batch, Outcome, Row
@@ -24,7 +25,6 @@ from pagedkv.hf.model import text_config
 from pagedkv.pages.salts import Salt
 
 LOGITS_BYTES = 96 * 2**20  # of the logits of a step, in float32
-AT_ONCE = 64  # rows of logits whose sum is taken together, which needs a copy of them
 NO_NUMBERS = "the model's logits are no numbers"
 
 
@@ -132,16 +132,11 @@ def _parts(batch: Batch) -> list[tuple[Continuation, int, int]]:
 def look_up(logits: Tensor, places: Ints, ids: Tokens) -> tuple[list[float], list[bool]]:
     """The log-probability of each of n tokens, and whether none is likelier.
 
-    Of a row of logits the logarithm of the sum is subtracted once, from one logit.
-
     Args:
         logits: `[rows, vocab]`.
         places: `[n]`, in which row each token stands.
         ids: `[n]`.
     """
     at, wanted = (torch.from_numpy(x).to(logits.device, torch.long) for x in (places, ids))
-    chunks = logits.split(AT_ONCE)
-    sums = torch.cat([chunk.float().logsumexp(-1) for chunk in chunks])
-    likeliest = torch.cat([chunk.argmax(-1) for chunk in chunks])
-    logprobs = logits[at, wanted].float() - sums[at]
-    return logprobs.tolist(), (likeliest[at] == wanted).tolist()
+    is_likeliest = logits.argmax(-1)[at] == wanted
+    return logprobs_of(logits, at, wanted).tolist(), is_likeliest.tolist()

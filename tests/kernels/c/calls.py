@@ -28,12 +28,21 @@ def attend(step: Step, **more: Any) -> tuple[Tensor, Tensor]:
 
 
 def differs(step: Step) -> str:
-    """How a row's bits in the step differ from those of the row alone; empty if they do not."""
+    """How a row's bits in the step differ from those of the row alone, or cut otherwise.
+
+    Empty if they do not.
+    """
     whole = attend(step)
     for row, mine in enumerate(step.tokens):
-        alone = attend(step.row(row))
-        if not all(torch.equal(x, y[mine]) for x, y in zip(alone, whole)):
-            return f"row {row} of {step.rows}"
+        new, length = step.rows[row]
+        alone = step.row(row)
+        for begin, end in {(0, new), (0, min(1, new)), (new // 2, new), (max(0, new - 1), new)}:
+            if length - new + end <= 0:  # of tokens that see nothing, and have no place
+                continue
+            rows = [(end - begin, length - new + end)]
+            found = attend(replace(alone, rows=rows, q=alone.q[begin:end]))
+            if not all(torch.equal(x, y[mine][begin:end]) for x, y in zip(found, whole)):
+                return f"row {row} of {step.rows}, tokens {begin} to {end}"
     return ""
 
 

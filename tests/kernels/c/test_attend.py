@@ -44,14 +44,12 @@ def test_every_pair_of_formats_agrees_with_the_truth(pair, dtype):
         assert not differs(step)
 
 
-def test_the_parts_of_a_long_row_are_one_softmax():
-    step = Shape(3, 2, 64, 16, DTYPES[0]).step([(1, 5000), (2, 1025), (1, 1024)], "cpu")
+@pytest.mark.parametrize("window", [None, 700])
+def test_parts_are_one_softmax_and_the_same_in_one_task_and_in_several(window):
+    shape = Shape(3, 2, 64, 16, DTYPES[0], {"window": window})
+    step = shape.step([(1, 5000), (2, 1025), (1, 1024), (700, 2000)], "cpu")
     check(step, attend(step))
-
-
-def test_a_long_prompt_is_read_in_tiles():
-    step = Shape(5, 1, 64, 16, DTYPES[0]).step([(700, 2000)], "cpu")
-    check(step, attend(step))
+    assert not differs(step)
 
 
 def test_pages_that_are_chosen_are_read_and_no_others():

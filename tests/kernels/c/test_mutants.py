@@ -32,19 +32,41 @@ MUTANTS = {
     "scales of the next token": ("attend.c", "from_half(scales[slot + t])", "from_half(scales[t])"),
     "minima are left out": ("attend.c", "& 15) * by[o] + least[o]", "& 15) * by[o]"),
     "e4m3 of another bias": ("attend.c", "<< 24, 120, 0x07", "<< 24, 121, 0x07"),
-    "old sums keep their scale": ("tiles.h", "s->total[r] *= by;", ""),
-    "old sums of lanes keep theirs": ("tiles.h", "w * LANES) * by + total", "w * LANES) + total"),
-    "parts are not scaled": ("attend.c", "? expf(each[0] - most) : 0.0f", "? 1.0f : 0.0f"),
+    "old sums keep their scale": (
+        "tiles.h",
+        "fused(all(s->total[r]), by,",
+        "fused(all(s->total[r]), all(1.0f),",
+    ),
+    "old sums of lanes keep theirs": (
+        "tiles.h",
+        "w * LANES), by, scores",
+        "w * LANES), all(1.0f), scores",
+    ),
+    "parts are not scaled": (
+        "attend.c",
+        "vf by = exponential(least - choose",
+        "vf by = exponential(choose",
+    ),
     "the last part is left out": (
         "attend.c",
-        "part < parts; part++) {",
-        "part + 1 < parts; part++) {",
+        "part < task->parts; part++) {",
+        "part + 1 < task->parts; part++) {",
+    ),
+    "a part of other tokens in a prompt": ("tasks.h", "t % PART == 0 &&", "t % PART == 16 &&"),
+    "blocks begin where a tile does": (
+        "tasks.h",
+        "t = task->begin / BLOCK * BLOCK;",
+        "t = task->begin;",
+    ),
+    "few rows sum in another order": (
+        "tiles.h",
+        "fused(all(q[r * width + d]), k, sums[r])",
+        "q[r * width + d] * k + sums[r]",
     ),
     "sinks are left out": ("attend.c", "expf(sink - level)", "0.0f"),
     "a cap is left out": ("attend.c", "return call->softcap ?", "return 0 ?"),
     "tanh loses digits near 0": ("attend.c", "choose((x < all(0.625f))", "choose((x < all(-9.0f))"),
-    "a sum of other lanes": ("attend.c", "x[2 * i + 1], h, h)", "x[2 * i + 1], h, 0)"),
-    "parts by the whole step": ("tasks.h", "tokens > PART)", "tokens > PART * call->rows)"),
+    "tokens of other lanes": ("tiles.h", "x[2 * i + 1], 1);", "x[2 * i + 1], 0);"),
     "two outputs change places": ("vectors.h", "(vf)(words << 16)", "(vf)(words & -0x10000)"),
     "the last input is left out": ("products.c", "k < inputs;", "k + (inputs > 1) < inputs;"),
     "an input of another row": ("products.c", "x[r * inputs + k]", "x[k]"),
@@ -53,8 +75,8 @@ MUTANTS = {
     "a bias of the first panel": ("products.c", "bias[output + i]", "bias[i]"),
     "a row alone in another order": (
         "products.c",
-        "first[r] += each * a;",
-        "first[r] += count > 1 ? each * a : each * 0.75f * a + each * 0.25f * a;",
+        "first[r] = fused(each, a, first[r]);",
+        "first[r] = count > 1 ? fused(each, a, first[r]) : first[r] + each * a;",
     ),
     "the last row is left out": ("products.c", "row < rows->rows;", "row + 1 < rows->rows;"),
     "a mean of more numbers": ("rms_norm.c", "total / (float)width", "total / (float)(width + 1)"),
@@ -74,6 +96,7 @@ def all_steps():
     terms = {"window": 9, "softcap": 0.7, "sinks": True}
     yield Shape(3, 2, 64, 16, DTYPES[0]).step([(1, 2300), (3, 40), (1, 17), (9, 30)], "cpu")
     yield Shape(2, 2, 80, 3, DTYPES[1], terms).step([(1, 40), (17, 40), (1, 5)], "cpu")
+    yield Shape(2, 1, 16, 16, DTYPES[0]).step([(20, 1100)], "cpu")
     for pair in (("fp8", "int8"), ("int4_channel", "int4_token")):
         yield coded(Shape(2, 2, 32, 32, DTYPES[0]).step([(1, 70), (20, 70)], "cpu"), *pair)
 

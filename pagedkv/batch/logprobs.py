@@ -1,0 +1,27 @@
+"""Log-probabilities of tokens under a model's own distribution, as results and scores have them."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from pagedkv.kernels.c.library import missing
+from pagedkv.kernels.c.log_sums import log_sums
+
+AT_ONCE = 64  # rows of logits whose sum is taken together, which may need a copy of them
+
+
+def logprobs_of(logits: Tensor, rows: Tensor, ids: Tensor) -> Tensor:
+    """`[n]` float32: of a row the logarithm of the sum is subtracted once, from one logit.
+
+    Args:
+        logits: `[rows, vocab]`.
+        rows: `[n]`, in which row each token stands.
+        ids: `[n]`.
+    """
+    sums = torch.cat([_log_sums(chunk.float()) for chunk in logits.split(AT_ONCE)])
+    return logits[rows, ids].float() - sums[rows]
+
+
+def _log_sums(logits: Tensor) -> Tensor:
+    return log_sums(logits) if logits.is_cpu and not missing() else logits.logsumexp(-1)

@@ -1,0 +1,107 @@
+"""`batch_invariant`: log-probabilities have the same bits alone and beside any others.
+
+What these tests alone find: an operation of a step whose last bits depend on what else is in it, or
+on how a text is cut into steps. A tolerance elsewhere lets it pass.
+"""
+
+import pytest
+
+pytest.importorskip("transformers")
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from pagedkv import BatchGenerator
+from pagedkv.errors import UnsupportedModelError
+from pagedkv.hf import packed_weights
+from pagedkv.kernels.c.library import missing
+from tests.hf.tiny import tiny
+
+pytestmark = pytest.mark.skipif(bool(missing()), reason=missing() or "there is a library")
+
+WIDE = {"hidden_size": 64, "intermediate_size": 96, "vocab_size": 101}
+OPTIONS = {"max_new_tokens": 6, "do_sample": False, "logprobs": True}
+# Sizes of a batch, each of which once changed last bits.
+WAYS = {"step_tokens": 7}, {"step_tokens": 64, "page_size": 1}, {"verify_width": 4, "page_size": 4}
+
+
+def rows(vocab, long):
+    """Prompts of which some share more than a page, and one is longer than a part of a text."""
+    draw = torch.Generator().manual_seed(1)
+    ids = [torch.randint(2, vocab, (n,), generator=draw).tolist() for n in (1, 9, 30, long, 3, 7)]
+    return [*ids, ids[2] + ids[4], ids[2] + ids[5]]
+
+
+def made(model, prompts, **fields):
+    """Of each prompt its tokens and their log-probabilities."""
+    fields = {"max_tokens": 4096, "batch_invariant": True, **fields}
+    with BatchGenerator(model, **fields) as batched:
+        batched.cache.clear_prefixes()
+        results = batched.generate(prompts, **OPTIONS)
+    assert all(result.error is None for result in results)
+    return [(result.tokens, result.logprobs) for result in results]
+
+
+def assert_same_bits(model, long, ways):
+    prompts = rows(model.config.vocab_size, long)
+    alone = [made(model, [prompt])[0] for prompt in prompts]
+    for fields in ways:
+        assert made(model, prompts, **fields) == alone, fields
+    assert made(model, prompts[::-1]) == alone[::-1]
+    threads = torch.get_num_threads()
+    torch.set_num_threads(3 - min(threads, 2))
+    try:
+        assert made(model, prompts) == alone
+    finally:
+        torch.set_num_threads(threads)
+    with BatchGenerator(model, max_tokens=4096, batch_invariant=True) as batched:
+        scores = batched.score(prompts, [[tokens] for tokens, _ in alone])
+    assert [(score.tokens, score.logprobs) for (score,) in scores] == alone
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_row_has_its_bits_in_any_batch(dtype):
+    assert_same_bits(tiny("llama", **WIDE).to(dtype), 40, WAYS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_rows_of_a_language_model_have_their_bits_in_any_batch(dtype, smollm2_path):
+    model = AutoModelForCausalLM.from_pretrained(smollm2_path, dtype=dtype).eval()
+    assert_same_bits(model, 1100, WAYS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "gemma2", "mistral", "olmo2", "granite"])
+def test_rows_of_other_families_have_their_bits_in_any_batch(family):
+    assert_same_bits(tiny(family), 40, WAYS)
+
+
+def test_a_product_that_depends_on_its_rows_is_found(monkeypatch):
+    model, product = tiny("llama", **WIDE), packed_weights.product
+
+    def planted(x, packed, bias):
+        out = product(x, packed, bias)
+        return out if x.numel() > x.shape[-1] else out * (1 + 2**-22)
+
+    monkeypatch.setattr(packed_weights, "product", planted)
+    with pytest.raises(AssertionError):
+        assert_same_bits(model, 40, WAYS[:1])
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"pack_weights": False}, "pack_weights is False"),
+        ({"kv_format": "int4"}, "kv_format"),
+    ],
+    ids=str,
+)
+def test_what_would_change_bits_is_refused(fields, reason):
+    with pytest.raises(UnsupportedModelError, match=f"batch_invariant: expected False, .*{reason}"):
+        BatchGenerator(tiny(), max_tokens=512, batch_invariant=True, **fields)
+
+
+def test_experts_that_torch_multiplies_are_refused():
+    with pytest.raises(UnsupportedModelError, match="which torch multiplies"):
+        BatchGenerator(tiny("mixtral"), max_tokens=512, batch_invariant=True)
