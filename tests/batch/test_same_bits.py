@@ -71,12 +71,6 @@ def test_rows_of_a_language_model_have_their_bits_in_any_batch(dtype, smollm2_pa
     assert_same_bits(model, 1100, WAYS)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("family", ["qwen2", "qwen3", "gemma2", "mistral", "olmo2", "granite"])
-def test_rows_of_other_families_have_their_bits_in_any_batch(family):
-    assert_same_bits(tiny(family), 40, WAYS)
-
-
 def test_a_product_that_depends_on_its_rows_is_found(monkeypatch):
     model, product = tiny("llama", **WIDE), packed_weights.product
 
@@ -93,13 +87,13 @@ def test_a_product_that_depends_on_its_rows_is_found(monkeypatch):
     ("fields", "reason"),
     [
         ({"pack_weights": False}, "pack_weights is False"),
-        ({"kv_format": "int4"}, "kv_format"),
+        ({"kv_format": "int8"}, "kv_format"),
     ],
     ids=str,
 )
 def test_what_would_change_bits_is_refused(fields, reason):
     with pytest.raises(UnsupportedModelError, match=f"batch_invariant: expected False, .*{reason}"):
-        BatchGenerator(tiny(), max_tokens=512, batch_invariant=True, **fields)
+        BatchGenerator(tiny("llama", head_dim=16), max_tokens=512, batch_invariant=True, **fields)
 
 
 def test_experts_that_torch_multiplies_are_refused():
