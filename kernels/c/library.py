@@ -23,9 +23,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 HERE = Path(__file__).parent
-SOURCES = [
-    HERE / name for name in ("attend.c", "tiles.h", "tasks.h", "write.h", "products.c", "vectors.h")
-]
+SOURCES = sorted(HERE.glob("*.[ch]"))
 FLAGS = ("-std=gnu11", "-O3", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC")
 # Not -ffast-math: compilers link with it what turns subnormal numbers into zeros, in all of torch.
 PROCESSORS = ("-march=native", "-mcpu=native", "")

@@ -1,15 +1,30 @@
 /* Two ways through a tile: few rows, with head dims in lanes, and many, with rows in lanes. */
 
+enum { AHEAD = 2 * BLOCK }; /* tokens after which a block is due that is asked for */
+
+typedef struct {
+    const char *rows[BLOCK];
+    int64_t bytes; /* of each row */
+} Soon;
+
+/* Asks for the line of each row in which its d-th float would be; a little at a time, between products. */
+INLINE void ask(const Soon *soon, int64_t d) {
+    if (4 * d < soon->bytes)
+        for (int t = 0; t < BLOCK; t++) __builtin_prefetch(soon->rows[t] + 4 * d);
+}
+
 typedef struct {
     int64_t k_width, v_width; /* of decoded rows: head dims, up to whole vectors */
     float *q, *k, *v, *weights, *weighed, *most, *total;
+    float *totals; /* of few rows, in as many parts as there are lanes */
     int32_t *first, *last; /* tokens that each row sees */
+    Soon k_soon, v_soon;
 } Scratch;
 
 /* Sizes of a thread's scratch, in floats; each begins at a whole vector. */
 static int64_t scratch_floats(const Call *call) {
     int64_t k = (call->k.dim + LANES - 1) / LANES * LANES, v = (call->v.dim + LANES - 1) / LANES * LANES;
-    return MANY * (k + v) + BLOCK * (k + v) + BLOCK * MANY + 4 * MANY;
+    return MANY * (k + v) + BLOCK * (k + v) + BLOCK * MANY + 4 * MANY + FEW * LANES;
 }
 
 static Scratch cut(const Call *call, float *memory) {
@@ -23,7 +38,8 @@ static Scratch cut(const Call *call, float *memory) {
     s.weights = s.v + BLOCK * s.v_width;
     s.most = s.weights + BLOCK * MANY;
     s.total = s.most + MANY;
-    s.first = (int32_t *)(s.total + MANY);
+    s.totals = s.total + MANY;
+    s.first = (int32_t *)(s.totals + FEW * LANES);
     s.last = s.first + MANY;
     return s;
 }
@@ -34,6 +50,7 @@ static void begin_tile(const Call *call, const Task *task, const int64_t *starts
     int64_t before = call->kv_lens[task->row] - call->num_new[task->row];
     memset(s->q, 0, 4 * MANY * s->k_width);
     memset(s->weighed, 0, 4 * MANY * s->v_width);
+    memset(s->totals, 0, 4 * FEW * LANES);
     for (int64_t i = 0; i < MANY; i++) {
         s->most[i] = -INFINITY, s->total[i] = 0;
         s->first[i] = 0, s->last[i] = -1;
@@ -50,16 +67,24 @@ static void begin_tile(const Call *call, const Task *task, const int64_t *starts
 
 /* ------------------------------------------------------------------ few rows */
 
-INLINE void weigh(int rows, float *weighed, int64_t width, const float *weights, const float *v,
+/* Adds values to what a tile of rows weighs, in two vectors of head dims where there are two. */
+INLINE void weigh(const Soon *soon, int rows, float *weighed, int64_t width, const float *weights, const float *v,
                   int64_t v_stride) {
-    for (int64_t d = 0; d < width; d += LANES) {
-        vf sums[4];
-        for (int r = 0; r < rows; r++) sums[r] = load(weighed + r * width + d);
+    for (int64_t d = 0; d < width; d += 2 * LANES) {
+        const int64_t more = d + LANES < width ? LANES : 0; /* else the same vector twice */
+        vf sums[2][4];
+        if (soon) ask(soon, d);
+        if (soon && more) ask(soon, d + LANES);
+        for (int r = 0; r < rows; r++)
+            for (int i = 0; i < 2; i++) sums[i][r] = load(weighed + r * width + d + i * more);
         for (int t = 0; t < BLOCK; t++) {
-            vf value = load(v + t * v_stride + d);
-            for (int r = 0; r < rows; r++) sums[r] += weights[r * BLOCK + t] * value;
+            vf value[2];
+            for (int i = 0; i < 2; i++) value[i] = load(v + t * v_stride + d + i * more);
+            for (int r = 0; r < rows; r++)
+                for (int i = 0; i < 2; i++) sums[i][r] += weights[r * BLOCK + t] * value[i];
         }
-        for (int r = 0; r < rows; r++) store(weighed + r * width + d, sums[r]);
+        for (int r = 0; r < rows; r++)
+            for (int i = 0; i < 2; i++) store(weighed + r * width + d + i * more, sums[i][r]);
     }
 }
 
@@ -72,43 +97,48 @@ static void few_rows(const Call *call, const Scratch *s, int64_t rows, const int
         for (int t = 0; t < BLOCK; t++) sums[t] = all(0.0f);
         for (int64_t d = 0; d < s->k_width; d += LANES) {
             vf query = load(q + d);
+            if (!r) ask(&s->k_soon, d);
             for (int t = 0; t < BLOCK; t++) sums[t] += query * load(k + t * k_stride + d);
         }
+        for (int i = 0; i < VECTORS; i++) store(s->weights + r * BLOCK + i * LANES, sums_of(sums + i * LANES));
+    }
+    for (int64_t r = 0; r < rows; r++) {
+        float *weights = s->weights + r * BLOCK;
         vf score[VECTORS], most = all(s->most[r]), total = all(0.0f);
-        vi seen[VECTORS];
         for (int i = 0; i < VECTORS; i++) {
             vi place;
             memcpy(&place, places + i * LANES, sizeof place);
-            seen[i] = (place >= s->first[r]) & (place <= s->last[r]);
-            score[i] = choose(seen[i], scored(call, sums_of(sums + i * LANES)), all(-INFINITY));
+            vi seen = (place >= s->first[r]) & (place <= s->last[r]);
+            score[i] = choose(seen, scored(call, load(weights + i * LANES)), all(-INFINITY));
             most = larger(score[i], most);
         }
-        float highest = s->most[r];
-        for (int i = 0; i < LANES; i++) highest = most[i] > highest ? most[i] : highest;
-        float *weights = s->weights + r * BLOCK;
-        float level = highest == -INFINITY ? 0.0f : highest; /* a score that is no number gets on */
-        for (int i = 0; i < VECTORS; i++) {
-            vf weight = choose(seen[i], exponential(score[i] - level), all(0.0f));
-            store(weights + i * LANES, weight);
-            total += weight;
-        }
-        if (highest > s->most[r]) {
+        float *totals = s->totals + r * LANES;
+        if (any(most > all(s->most[r]))) {
+            float highest = most[0];
+            for (int i = 1; i < LANES; i++) highest = most[i] > highest ? most[i] : highest;
             float by = s->most[r] == -INFINITY ? 0.0f : expf(s->most[r] - highest);
             float *weighed = s->weighed + r * s->v_width;
             for (int64_t d = 0; d < s->v_width; d += LANES) store(weighed + d, load(weighed + d) * by);
-            s->total[r] *= by;
+            store(totals, load(totals) * by);
             s->most[r] = highest;
         }
-        s->total[r] += sum(total);
+        float level = s->most[r] == -INFINITY ? 0.0f : s->most[r]; /* a score that is no number gets on */
+        for (int i = 0; i < VECTORS; i++) {
+            vf weight = exponential(score[i] - level); /* of minus infinity: 0 */
+            store(weights + i * LANES, weight);
+            total += weight;
+        }
+        store(totals, load(totals) + total);
     }
     for (int64_t r = 0; r < rows; r += 4) {
         float *weighed = s->weighed + r * s->v_width;
         const float *weights = s->weights + r * BLOCK;
+        const Soon *soon = r ? NULL : &s->v_soon;
         switch (rows - r) {
-        case 1: weigh(1, weighed, s->v_width, weights, v, v_stride); break;
-        case 2: weigh(2, weighed, s->v_width, weights, v, v_stride); break;
-        case 3: weigh(3, weighed, s->v_width, weights, v, v_stride); break;
-        default: weigh(4, weighed, s->v_width, weights, v, v_stride);
+        case 1: weigh(soon, 1, weighed, s->v_width, weights, v, v_stride); break;
+        case 2: weigh(soon, 2, weighed, s->v_width, weights, v, v_stride); break;
+        case 3: weigh(soon, 3, weighed, s->v_width, weights, v, v_stride); break;
+        default: weigh(soon, 4, weighed, s->v_width, weights, v, v_stride);
         }
     }
 }
@@ -152,10 +182,7 @@ INLINE void many_rows(const Call *call, const Scratch *s, int vectors, const int
         vf by = exponential(before - level);
         store(s->most + w * LANES, most);
         store(s->total + w * LANES, load(s->total + w * LANES) * by + total);
-        vi rises = most > before;
-        int any = 0;
-        for (int i = 0; i < LANES; i++) any |= rises[i];
-        if (any)
+        if (any(most > before))
             for (int64_t d = 0; d < s->v_width; d++) {
                 float *weighed = s->weighed + d * MANY + w * LANES;
                 store(weighed, load(weighed) * by);

@@ -171,7 +171,7 @@ SANITIZED = """
     torch.set_num_threads(1)
     from pagedkv.kernels.c import library
     library.TIMEOUT = 600
-    from tests.kernels.c.calls import KINDS, attend, check_products
+    from tests.kernels.c.calls import KINDS, attend, check_choice, check_products
     from tests.kernels.c.test_page_coding import AXES
     from tests.kernels.c.test_page_coding import test_tokens_and_whole_pages_are_what_torch_writes
     from tests.kernels.shapes import SMALL, shapes, wide
@@ -188,6 +188,7 @@ SANITIZED = """
         test_tokens_and_whole_pages_are_what_torch_writes(pair, 96, torch.bfloat16)
     for kept in KINDS:
         check_products(kept)
+        check_choice(kept, 3, 3, 80)
     print("clean")
 """
 

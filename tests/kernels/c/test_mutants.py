@@ -5,16 +5,18 @@ import shutil
 
 import pytest
 
-from pagedkv.kernels.c import backend, packed_product
+from pagedkv.kernels.c import backend, packed_product, select_pages
 from pagedkv.kernels.c import library as module
 from tests.kernels.c.calls import (
     KINDS,
     attend,
     capped_high,
+    check_choice,
     check_numbers,
     check_products,
     differs,
 )
+from tests.kernels.c.test_attend import test_pages_that_are_chosen_are_read_and_no_others
 from tests.kernels.shapes import DTYPES, Shape
 from tests.kernels.steps import coded
 from tests.kernels.truth import check
@@ -31,7 +33,6 @@ MUTANTS = {
     "scales of the next token": ("attend.c", "from_half(scales[slot + t])", "from_half(scales[t])"),
     "minima are left out": ("attend.c", "& 15) * by[o] + least[o]", "& 15) * by[o]"),
     "e4m3 of another bias": ("attend.c", "<< 24, 120, 0x07", "<< 24, 121, 0x07"),
-    "old sums keep their scale": ("tiles.h", "s->total[r] *= by;", ""),
     "old sums of lanes keep theirs": ("tiles.h", "w * LANES) * by + total", "w * LANES) + total"),
     "parts are not scaled": ("attend.c", "? expf(each[0] - most) : 0.0f", "? 1.0f : 0.0f"),
     "the last part is left out": (
@@ -56,6 +57,21 @@ MUTANTS = {
         "first[r] += count > 1 ? each * a : each * 0.75f * a + each * 0.25f * a;",
     ),
     "the last row is left out": ("products.c", "row < rows->rows;", "row + 1 < rows->rows;"),
+    "old parts of a sum keep theirs": ("tiles.h", "store(totals, load(totals) * by);", ""),
+    "a chosen page for the next": ("attend.c", "? n : chosen[n];", "? n : n;"),
+    "a step counts once": ("select_pages.h", "? 15 * q : 0", "? q : 0"),
+    "the first head for all": (
+        "select_pages.h",
+        "(group * ratio + r) * width",
+        "(group * ratio) * width",
+    ),
+    "a part in another place": (
+        "select_pages.h",
+        "columns + c, scores,",
+        "columns + c - begin, scores,",
+    ),
+    "the newest page alone is read": ("select_pages.h", "NEWEST = 2,", "NEWEST = 1,"),
+    "the last ones of equal scores": ("select_pages.h", "equal-- > 0", "equal-- < 1"),
 }
 
 
@@ -75,6 +91,12 @@ def try_attention():
             assert capped_high(step)
 
 
+def try_choice():
+    for dtype in DTYPES:
+        check_choice(dtype, 4, 2, 32)
+    test_pages_that_are_chosen_are_read_and_no_others()
+
+
 def try_products():
     for kept in KINDS:
         check_products(kept)
@@ -82,11 +104,19 @@ def try_products():
         check_numbers(dtype)
 
 
+def try_all():
+    try_attention()
+    try_choice()
+
+
+TRIED = {"products.c": try_products, "select_pages.h": try_choice, "attend.c": try_all}
+
+
 def use(monkeypatch, folder):
     """Compiles the sources anew and has them called."""
     monkeypatch.setenv("PAGEDKV_CACHE", str(folder))
     found = module.library.__wrapped__()
-    for caller in (backend, packed_product):
+    for caller in (backend, packed_product, select_pages):
         monkeypatch.setattr(caller, "library", lambda: found)
     return found
 
@@ -104,7 +134,7 @@ def test_a_planted_fault_is_found(mutant, tmp_path, monkeypatch):
     monkeypatch.setattr(module, "SOURCES", [tmp_path / x.name for x in module.SOURCES])
     use(monkeypatch, tmp_path)
     with pytest.raises(AssertionError):
-        try_products() if name == "products.c" else try_attention()
+        TRIED.get(name, try_attention)()
 
 
 @pytest.mark.slow
@@ -114,5 +144,5 @@ def test_a_planted_fault_is_found(mutant, tmp_path, monkeypatch):
 def test_processors_with_narrower_vectors_agree(flag, lanes, tmp_path, monkeypatch):
     monkeypatch.setenv("CC", " ".join([*module._compiler(), flag]))
     assert use(monkeypatch, tmp_path).panel_width() in (2 * lanes, 8)
-    try_attention()
+    try_all()
     try_products()
