@@ -30,11 +30,13 @@ from benchmarks.peers import dense
 from pagedkv import CacheConfig, PagedKVCache, StepMetadata, paged_attention
 
 CPU = torch.device("cpu")
-TOLERANCE = 1e-5  # norm of the error over that of the truth; sums of fp32 stay near 1e-6
+# Norm of the error over that of the truth: sums of fp32 stay near 1e-6, bf16 rounds to 2**-9.
+TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 4e-3}
 Check = Callable[[Call], None]
 TINY, SMALL = Heads(8, 2, 64), Heads(9, 3, 64)
 SDPA = "SDPA, K and V contiguous"
 SHUFFLED, IN_A_ROW = "pagedkv, shuffled pages", "pagedkv, pages in a row"
+READING = "a loop that reads as many bytes"
 SHARED, APART = "pagedkv, prefix shared", "pagedkv, nothing shared"
 
 
@@ -60,6 +62,7 @@ JOBS = {
     "a chunk of a long prompt": (rows(TINY, (576,), (64,)), rows(SMALL, (4608,), (512,))),
 }
 ROUNDS = {"small": 40, "full": 60}
+MOST_OF_READING = 1 / 0.6  # decoding is bound by memory: seconds over those of reading alone
 TARGETS = {("decode, long rows", SHUFFLED): 2.5, ("decode, long rows", IN_A_ROW): 1.5}
 
 
@@ -86,13 +89,14 @@ class Placed(NamedTuple):
             pool[slots // size, :, slots % size] = math.nan
 
 
-def placed(cell: Cell, shuffled: bool = True) -> Placed:
+def placed(cell: Cell, shuffled: bool = True, dtype: torch.dtype = torch.float32) -> Placed:
     """Fills a cache with random K and V and opens the step that brings the new tokens."""
     lens, new = np.asarray(cell.kv_lens), np.asarray(cell.new)
     h, g, d = cell.heads
     pages, size = SPARE_PAGES + cell.num_pages, cell.page_size
     limits = {"max_sequences": len(new), "max_sequence_length": int(lens.max())}
-    config = CacheConfig(1, g, d, "float32", pages * size, page_size=size, **limits)
+    name = str(dtype).removeprefix("torch.")
+    config = CacheConfig(1, g, d, name, pages * size, page_size=size, **limits)
     cache = PagedKVCache(config, device="cpu")
     if shuffled:  # an empty pool hands out runs of pages, one that was in use for a while does not
         np.random.default_rng(0).shuffle(cache._tables.pool._stack)
@@ -110,13 +114,13 @@ def placed(cell: Cell, shuffled: bool = True) -> Placed:
             pass
     step, pools = cache.prepare(seqs, num_new=new), cache._storage.layer(0)
     torch.manual_seed(0)
-    q = torch.randn(int(new.sum()), h, d)
+    q = torch.randn(int(new.sum()), h, d).to(dtype)
     table = step.page_table()
     case = Case(cell, q, *pools, table, step.kv_lens(), step.query_start_loc)
     for pool in pools:
         for row in range(len(new)):
             ids = case.row_ids(row)
-            pool[ids] = torch.randn(len(ids), g, size, d)
+            pool[ids] = torch.randn(len(ids), g, size, d).to(dtype)
         for row, length in enumerate(cell.kv_lens):  # a shared page is every row's
             pool[case.row_ids(row)[-1], :, (length - 1) % size + 1 :] = math.nan
     k, v = (pool[case.slots // size, :, case.slots % size] for pool in pools)
@@ -126,9 +130,11 @@ def placed(cell: Cell, shuffled: bool = True) -> Placed:
 # ------------------------------------------------------------------ ways to attend
 
 
-def attending(cell: Cell, shuffled: bool = True) -> tuple[Call, Check]:
+def attending(
+    cell: Cell, shuffled: bool = True, dtype: torch.dtype = torch.float32
+) -> tuple[Call, Check]:
     """One layer's attention by the cache, which writes the new tokens; and its check."""
-    ready = placed(cell, shuffled)
+    ready = placed(cell, shuffled, dtype)
     check = right(ready.case)
     ready.forget()
     return lambda: paged_attention(ready.case.q, ready.k, ready.v, ready.step, 0), check
@@ -174,11 +180,11 @@ def appending(case: Case) -> dict[str, Call]:
 
 def right(case: Case) -> Check:
     """Compares the output with the truth about what the pages hold."""
-    error_of = dense.check_attention(case)
+    error_of, allowed = dense.check_attention(case), TOLERANCES[case.q.dtype]
 
     def check(call: Call) -> None:
         error = error_of(call)
-        assert error < TOLERANCE, f"relative error {error:.2g}, allowed are {TOLERANCE:g}"
+        assert error < allowed, f"relative error {error:.2g}, allowed are {allowed:g}"
 
     return check
 
@@ -202,7 +208,10 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     jobs = [(name, cells[full], 1) for name, cells in JOBS.items()]
     if most > 1:
         jobs.append(("decode, long rows, all threads", JOBS["decode, long rows"][full], most))
-    metafunc.parametrize(("name", "cell", "threads"), jobs, ids=[name for name, *_ in jobs])
+    if "name" in metafunc.fixturenames:
+        metafunc.parametrize(("name", "cell", "threads"), jobs, ids=[name for name, *_ in jobs])
+    else:
+        metafunc.parametrize("threads", sorted({1, most}))
 
 
 @pytest.mark.usefixtures("one_thread")
@@ -222,3 +231,19 @@ def bench_one_layer(
     for way in list(ways)[1:]:
         times = ratio(seconds, way, SDPA)
         claim(name, f"{way} / SDPA", times, target=TARGETS.get((name, way)))
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+def bench_reading(
+    dtype: torch.dtype, threads: int, alternate: Alternate, claim: Any, size: str
+) -> None:
+    """Decoding beside a loop that reads the bytes of the same K and V, which lie in a row."""
+    torch.set_num_threads(threads)
+    cell = JOBS["decode, long rows"][size == "full"]
+    numbers = torch.randn(sum(cell.kv_lens) * cell.token_bytes(dtype.itemsize) // 4)
+    ways = require_right({SHUFFLED: attending(cell, dtype=dtype)}) | {READING: numbers.sum}
+    kind = str(dtype).removeprefix("torch.")
+    job = f"decode beside reading, {kind}, {'one thread' if threads == 1 else 'all threads'}"
+    times = ratio(alternate(job, ways, ROUNDS[size], warmup=3), SHUFFLED, READING)
+    claim(job, f"{SHUFFLED} / {READING}", times, target=MOST_OF_READING)

@@ -181,18 +181,21 @@ static void read_page(const Pages *x, int64_t page, int64_t head, int64_t slot, 
         read_coded(x, page, head, slot, count, out, width);
 }
 
+/* The column of a row's table in which the n-th page is that a task reads. */
+INLINE int64_t column_of(const Call *call, const Task *task, int64_t n) {
+    if (!call->chosen) return n;
+    const int32_t *chosen = call->chosen + (task->row * call->groups + task->group) * call->read;
+    return chosen[0] < 0 ? n : chosen[n]; /* below 0: a row that reads all */
+}
+
 /* Decodes tokens begin .. begin + count of a task, and says where in the text they are. */
 static void read_block(const Call *call, const Pages *x, const Task *task, int64_t begin, int64_t count,
                        int64_t last, float *out, int64_t width, int32_t *places) {
     const int64_t size = call->page_size;
     const int32_t *table = call->table + task->row * call->columns;
-    const int32_t *chosen = NULL;
-    if (call->chosen) chosen = call->chosen + (task->row * call->groups + task->group) * call->read;
-    if (chosen && chosen[0] < 0) chosen = NULL; /* a row that reads all */
     for (int64_t done = 0; done < count;) {
-        int64_t slot = (begin + done) % size, column = (begin + done) / size;
+        int64_t slot = (begin + done) % size, column = column_of(call, task, (begin + done) / size);
         int64_t here = size - slot < count - done ? size - slot : count - done;
-        if (chosen) column = chosen[column];
         int64_t first = column * size + slot, seen = last + 1 - first;
         seen = seen < 0 ? 0 : seen < here ? seen : here;
         if (seen) read_page(x, table[column], task->group, slot, seen, out + done * width, width);
@@ -231,6 +234,14 @@ INLINE float sum(vf x) {
 #else
 #define PICK(x, y, odd) __builtin_shuffle(x, y, (vi){EACH(odd)})
 #endif
+
+/* Whether it holds in a lane; no lane waits for another. */
+INLINE int any(vi which) {
+    uint64_t parts[LANES / 2], found = 0;
+    memcpy(parts, &which, sizeof which);
+    for (int i = 0; i < LANES / 2; i++) found |= parts[i];
+    return found != 0;
+}
 
 /* e^x to 2e-7 of it; 0 below -87, where float32 has no normal numbers left. */
 INLINE vf exponential(vf x) {
@@ -346,3 +357,4 @@ static void merge(const Call *call, const Task *task, const int64_t *starts, Scr
 #include "tasks.h"
 #include "write.h"
 #include "log_sums.h"
+#include "select_pages.h"

@@ -60,12 +60,12 @@ INLINE void norm(const Norms *by, int type, int64_t row) {
     vf a, b, c, d, sums = {0}, others = {0};
     for (int64_t i = 0; i < whole; i += WIDE) {
         widen_two(x + i * size, type, &a, &b);
-        sums += a * a;
-        others += b * b;
+        sums = fused(a, a, sums);
+        others = fused(b, b, others);
     }
     widen_end(x + whole * size, type, width - whole, &a, &b);
-    sums += a * a;
-    others += b * b;
+    sums = fused(a, a, sums);
+    others = fused(b, b, others);
     float lanes[LANES], total = 0.0f;
     *(vfu *)lanes = sums + others;
     for (int i = 0; i < LANES; i++) total += lanes[i];

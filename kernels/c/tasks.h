@@ -1,13 +1,34 @@
 /* The tasks of a call, and the threads that take them. */
 
-/* A block of floats where it lies: whole vectors, in one page, with no token that a query does not see. */
-static const float *in_place(const Call *call, const Pages *x, const Task *task, int64_t t, int64_t last) {
-    const int64_t size = call->page_size, slot = t % size;
-    if (x->format != DENSE || x->type != F32 || x->dim % LANES || call->chosen) return NULL;
-    if (slot + BLOCK > size || t < task->begin || t + BLOCK > task->end || t + BLOCK > last + 1) return NULL;
-    const int64_t page = call->table[task->row * call->columns + t / size];
+/* A block of floats where it lies: whole vectors, in one page, with no token that a query does not see.
+
+   `first` becomes where in the text it begins. */
+static const float *in_place(const Call *call, const Pages *x, const Task *task, int64_t t, int64_t last,
+                             int64_t *first) {
+    const int64_t size = call->page_size, slot = t % size, column = column_of(call, task, t / size);
+    if (x->format != DENSE || x->type != F32 || x->dim % LANES) return NULL;
+    if (slot + BLOCK > size || t < task->begin || t + BLOCK > task->end) return NULL;
+    *first = column * size + slot;
+    if (*first + BLOCK > last + 1) return NULL;
+    const int64_t page = call->table[task->row * call->columns + column];
     if (page >= x->count) return NULL; /* a staging page */
     return (const float *)x->data + page * x->data_page + task->group * x->data_head + slot * x->data_slot;
+}
+
+/* Where the rows lie of a block that will be due, so that memory can be asked for them.
+
+   Those of a head lie apart, and pages anywhere: no processor foresees them by itself. */
+static void foresee(const Call *call, const Pages *x, const Task *task, int64_t t, Soon *soon) {
+    const int64_t size = call->page_size, end = t + BLOCK < task->end ? t + BLOCK : task->end;
+    const int64_t bits = x->format >= INT4_TOKEN ? 4 : x->format ? 8 : x->type ? 16 : 32, unit = bits == 32 ? 4 : 2;
+    soon->bytes = t < end ? x->dim * bits / 8 : 0;
+    for (int64_t i = 0; t < end;) {
+        const int64_t slot = t % size, column = column_of(call, task, t / size);
+        const int64_t page = call->table[task->row * call->columns + column];
+        const int64_t at = page * x->data_page + task->group * x->data_head + slot * x->data_slot;
+        const char *from = (const char *)x->data + unit * at;
+        for (int64_t s = slot; s < size && t < end; s++, t++, from += unit * x->data_slot) soon->rows[i++] = from;
+    }
 }
 
 /* Attends for one task. */
@@ -19,6 +40,7 @@ static void run(const Call *call, const Task *task, const int64_t *starts, float
     int64_t last = s.last[task->count - 1];
     const float *v = call->v_is_k ? s.k : s.v;
     int64_t v_stride = call->v_is_k ? s.k_width : s.v_width;
+    for (int i = 0; i < BLOCK; i++) s.k_soon.rows[i] = s.v_soon.rows[i] = (const char *)call;
     memset(s.k, 0, 4 * BLOCK * (s.k_width + s.v_width)); /* also what no token fills */
     for (int64_t t = task->begin / BLOCK * BLOCK; t < task->end; t += BLOCK) {
         if (t % PART == 0 && t > task->begin) {
@@ -26,10 +48,15 @@ static void run(const Call *call, const Task *task, const int64_t *starts, float
             join(&s, task->count, !few), holds = 1;
             empty(s.most, s.total, s.weighed, s.v_width);
         }
-        const float *k_here = few ? in_place(call, &call->k, task, t, last) : NULL;
-        const float *v_here = k_here ? in_place(call, &call->v, task, t, last) : NULL;
+        int64_t first;
+        if (few) {
+            foresee(call, &call->k, task, t + AHEAD, &s.k_soon);
+            foresee(call, &call->v, task, t + AHEAD, &s.v_soon);
+        }
+        const float *k_here = few ? in_place(call, &call->k, task, t, last, &first) : NULL;
+        const float *v_here = k_here ? in_place(call, &call->v, task, t, last, &first) : NULL;
         if (v_here) {
-            for (int i = 0; i < BLOCK; i++) places[i] = (int32_t)(t + i);
+            for (int i = 0; i < BLOCK; i++) places[i] = (int32_t)(first + i);
             few_rows(call, &s, task->count, places, k_here, call->k.data_slot, v_here, call->v.data_slot);
             continue;
         }
@@ -55,22 +82,18 @@ static void run(const Call *call, const Task *task, const int64_t *starts, float
 /* Makes the tasks of all sequences, or counts them where `tasks` is null. `longer` has room for `rows`.
 
    Sequences follow each other within a part, so that those with the same first pages find these in
-   the processor's cache. What the parts of a tile leave lies side by side, for `merge`. */
+   the processor's cache; so do the heads of a part, whose rows lie in the same lines of memory. What
+   the parts of a tile leave lies side by side, for `merge`. */
 static int64_t plan(const Call *call, Task *tasks, float *partials, int64_t *floats, int64_t *longer) {
-    int64_t ratio = call->heads / call->groups, made = 0, most = 1, many = 0;
-    int64_t each = 2 + (call->v.dim + LANES - 1) / LANES * LANES;
-    *floats = 0;
-    for (int64_t group = 0; group < call->groups; group++) {
-        float *place = partials + *floats;
+    const int64_t ratio = call->heads / call->groups, each = 2 + (call->v.dim + LANES - 1) / LANES * LANES;
+    int64_t made = 0, most = 1, many = 0;
+    for (int64_t part = 0; part < most; part++) {
+        const int64_t rows = part ? many : call->rows;
         int64_t used = 0;
-        for (int64_t part = 0; part < most; part++) {
-            int64_t rows = part ? many : call->rows;
-            used = 0;
-            if (!part) many = 0;
-            for (int64_t i = 0; i < rows; i++) {
-                int64_t row = part ? longer[i] : i;
-                int64_t fresh = call->num_new[row], length = call->kv_lens[row], count = fresh * ratio;
-                int64_t size = count > FEW ? MANY : FEW, tiles = (count + size - 1) / size;
+        for (int64_t i = 0; i < rows; i++) {
+            const int64_t row = part ? longer[i] : i, fresh = call->num_new[row], length = call->kv_lens[row];
+            const int64_t count = fresh * ratio, size = count > FEW ? MANY : FEW, tiles = (count + size - 1) / size;
+            for (int64_t group = 0; group < call->groups; group++) {
                 const int32_t *chosen = call->chosen;
                 if (chosen) chosen += (row * call->groups + group) * call->read;
                 for (int64_t tile = 0; tile < tiles; tile++) {
@@ -86,9 +109,9 @@ static int64_t plan(const Call *call, Task *tasks, float *partials, int64_t *flo
                         task.parts = parts;
                         if (part) task.begin = (first + part) * PART;
                         if (task.end > (first + part + 1) * PART) task.end = (first + part + 1) * PART;
-                        if (tasks) task.partial = place + used + part * task.count * each;
+                        if (tasks) task.partial = partials + used + part * task.count * each;
                         used += task.parts * task.count * each;
-                        if (!part) longer[many++] = row;
+                        if (!part && (!many || longer[many - 1] != row)) longer[many++] = row;
                     }
                     if (task.parts > most) most = task.parts;
                     if (part >= task.parts) continue;
@@ -97,7 +120,7 @@ static int64_t plan(const Call *call, Task *tasks, float *partials, int64_t *flo
                 }
             }
         }
-        *floats += used;
+        if (!part) *floats = used;
     }
     return made;
 }

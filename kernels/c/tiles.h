@@ -3,11 +3,25 @@
    Both compute the same bits. A product of a query and a token is one chain over head dims, the
    weights of a block are summed as a tree, and what they weigh is one chain over tokens. */
 
+enum { AHEAD = 2 * BLOCK }; /* tokens after which a block is due that is asked for */
+
+typedef struct {
+    const char *rows[BLOCK];
+    int64_t bytes; /* of each row */
+} Soon;
+
+/* Asks for the line of each row in which its d-th float would be; a little at a time, between products. */
+INLINE void ask(const Soon *soon, int64_t d) {
+    if (4 * d < soon->bytes)
+        for (int t = 0; t < BLOCK; t++) __builtin_prefetch(soon->rows[t] + 4 * d);
+}
+
 typedef struct {
     int64_t k_width, v_width; /* of decoded rows: head dims, up to whole vectors */
     float *q, *k, *v, *turned, *weights, *weighed, *most, *total;
     float *held, *held_most, *held_total; /* of the parts before, as those are of this one */
     int32_t *first, *last; /* tokens that each row sees */
+    Soon k_soon, v_soon;
 } Scratch;
 
 /* Sizes of a thread's scratch, in floats; each begins at a whole vector. */
@@ -62,25 +76,35 @@ static void begin_tile(const Call *call, const Task *task, const int64_t *starts
 
 /* ------------------------------------------------------------------ few rows */
 
-INLINE void weigh(int rows, float *weighed, int64_t width, const float *weights, const float *v,
+/* Adds values to what a tile of rows weighs, in two vectors of head dims where there are two. */
+INLINE void weigh(const Soon *soon, int rows, float *weighed, int64_t width, const float *weights, const float *v,
                   int64_t v_stride) {
-    for (int64_t d = 0; d < width; d += LANES) {
-        vf sums[4];
-        for (int r = 0; r < rows; r++) sums[r] = load(weighed + r * width + d);
+    for (int64_t d = 0; d < width; d += 2 * LANES) {
+        const int64_t more = d + LANES < width ? LANES : 0; /* else the same vector twice */
+        vf sums[2][4];
+        if (soon) ask(soon, d);
+        if (soon && more) ask(soon, d + LANES);
+        for (int r = 0; r < rows; r++)
+            for (int i = 0; i < 2; i++) sums[i][r] = load(weighed + r * width + d + i * more);
         for (int t = 0; t < BLOCK; t++) {
-            vf value = load(v + t * v_stride + d);
-            for (int r = 0; r < rows; r++) sums[r] = fused(all(weights[r * BLOCK + t]), value, sums[r]);
+            vf value[2];
+            for (int i = 0; i < 2; i++) value[i] = load(v + t * v_stride + d + i * more);
+            for (int r = 0; r < rows; r++)
+                for (int i = 0; i < 2; i++)
+                    sums[i][r] = fused(all(weights[r * BLOCK + t]), value[i], sums[i][r]);
         }
-        for (int r = 0; r < rows; r++) store(weighed + r * width + d, sums[r]);
+        for (int r = 0; r < rows; r++)
+            for (int i = 0; i < 2; i++) store(weighed + r * width + d + i * more, sums[i][r]);
     }
 }
 
 /* Tokens in lanes, head dim after head dim. Each round brings the lowest bit of a number's lane in front
    of the bits of its vector, so that as many rounds as a lane has bits put one in place of the other. */
-static void turn(const float *k, int64_t stride, int64_t width, float *out) {
+static void turn(const Soon *soon, const float *k, int64_t stride, int64_t width, float *out) {
     for (int t = 0; t < BLOCK; t += LANES)
         for (int64_t d = 0; d < width; d += LANES) {
             vf x[LANES], y[LANES];
+            if (!t) ask(soon, d);
             for (int i = 0; i < LANES; i++) x[i] = load(k + (t + i) * stride + d);
             for (int round = 1; round < LANES; round *= 2) {
                 for (int i = 0; i < LANES / 2; i++) {
@@ -137,7 +161,7 @@ static void weights_of(const Call *call, const Scratch *s, int64_t r, const int3
 
 static void few_rows(const Call *call, const Scratch *s, int64_t rows, const int32_t *places, const float *k,
                      int64_t k_stride, const float *v, int64_t v_stride) {
-    turn(k, k_stride, s->k_width, s->turned);
+    turn(&s->k_soon, k, k_stride, s->k_width, s->turned);
     for (int64_t r = 0; r < rows; r += 4) {
         const float *q = s->q + r * s->k_width;
         float *out = s->weights + r * BLOCK;
@@ -152,11 +176,12 @@ static void few_rows(const Call *call, const Scratch *s, int64_t rows, const int
     for (int64_t r = 0; r < rows; r += 4) {
         float *weighed = s->weighed + r * s->v_width;
         const float *weights = s->weights + r * BLOCK;
+        const Soon *soon = r ? NULL : &s->v_soon;
         switch (rows - r) {
-        case 1: weigh(1, weighed, s->v_width, weights, v, v_stride); break;
-        case 2: weigh(2, weighed, s->v_width, weights, v, v_stride); break;
-        case 3: weigh(3, weighed, s->v_width, weights, v, v_stride); break;
-        default: weigh(4, weighed, s->v_width, weights, v, v_stride);
+        case 1: weigh(soon, 1, weighed, s->v_width, weights, v, v_stride); break;
+        case 2: weigh(soon, 2, weighed, s->v_width, weights, v, v_stride); break;
+        case 3: weigh(soon, 3, weighed, s->v_width, weights, v, v_stride); break;
+        default: weigh(soon, 4, weighed, s->v_width, weights, v, v_stride);
         }
     }
 }
@@ -202,10 +227,7 @@ INLINE void many_rows(const Call *call, const Scratch *s, int vectors, const int
         vf by = exponential(before - level);
         store(s->most + w * LANES, most);
         store(s->total + w * LANES, fused(load(s->total + w * LANES), by, scores[0][w]));
-        vi rises = most > before;
-        int any = 0;
-        for (int i = 0; i < LANES; i++) any |= rises[i];
-        if (any)
+        if (any(most > before))
             for (int64_t d = 0; d < s->v_width; d++) {
                 float *weighed = s->weighed + d * MANY + w * LANES;
                 store(weighed, load(weighed) * by);

@@ -15,9 +15,8 @@ from torch import Tensor
 
 from pagedkv.arrays import Ints
 from pagedkv.kernels.c import backend as kernels
-from pagedkv.kernels.sending import sent
+from pagedkv.kernels.c import select_pages as sparse
 from pagedkv.kernels.torch import backend as torch_kernels
-from pagedkv.kernels.torch import select_pages as sparse
 from pagedkv.step.metadata import StepMetadata
 
 from . import on_torch
@@ -31,6 +30,21 @@ __all__ = ["again", "attend", "check", "page_mass", "plan", "write", "write_and_
 WORTH_BYTES = 8 << 20
 
 
+class Choosing(NamedTuple):
+    """Rows that choose the pages they read.
+
+    Attributes:
+        rows, queries: `[n]` int64, their numbers, and those of their queries; None for all rows.
+        ids: `[n, columns]`, of their pages.
+        lens: `[n]` int64, their lengths.
+    """
+
+    rows: Tensor | None
+    queries: Tensor | None
+    ids: Tensor
+    lens: Tensor
+
+
 class Plan(NamedTuple):
     """The arguments of the C library for the rows of a step.
 
@@ -38,11 +52,13 @@ class Plan(NamedTuple):
         num_new, kv_lens: `[B]` int64, new tokens of each row, and its length with them.
         gathered: torch's plan, where rows share long prefixes, or pages have a format that the
             library does not know; else None.
+        choosing: None if no row chooses.
     """
 
     num_new: Ints
     kv_lens: Ints
     gathered: on_torch.Plan | None
+    choosing: Choosing | None
 
 
 def plan(call: Call) -> Plan:
@@ -55,7 +71,8 @@ def plan(call: Call) -> Plan:
         kv_lens = np.ascontiguousarray(step.kv_lens_of(group), np.int64)
         shared = shares and on_torch.prefixes(call, WORTH_BYTES)
         by_torch = shared or not kernels.serves(*call.pages)
-        return Plan(num_new, kv_lens, on_torch.plan(call) if by_torch else None)
+        gathered = on_torch.plan(call) if by_torch else None
+        return Plan(num_new, kv_lens, gathered, _choosing(call, num_new, kv_lens))
 
     return step.memo(("rows", group, shares), build)
 
@@ -90,25 +107,36 @@ def attend(call: Call, plan: Plan) -> tuple[Tensor, Tensor]:
     )
 
 
+def _choosing(call: Call, new: Ints, lens: Ints) -> Choosing | None:
+    """Rows of one query and of more pages than are read."""
+    count, size = call.reads, call.step.config.page_size
+    rows = np.flatnonzero((new == 1) & (lens > count * size)) if count else np.empty(0, np.int64)
+    if not rows.size:
+        return None
+    columns = -(-int(lens[rows].max()) // size)
+    ids = call.step.page_table(call.group)[:, :columns]
+    chosen = torch.from_numpy(lens[rows])
+    if len(rows) == len(new):
+        return Choosing(None, None, ids, chosen)
+    places = torch.from_numpy(rows)
+    return Choosing(places, torch.from_numpy(new.cumsum()[rows] - 1), ids[places], chosen)
+
+
 def _chosen(call: Call, plan: Plan) -> Tensor | None:
     """The columns that rows of one query choose to read: `[B, G, count]` int32; None for no row.
 
     A row that reads all has -1 in front.
     """
+    if plan.choosing is None:
+        return None
+    rows, queries, ids, lens = plan.choosing
     count, step = call.reads, call.step
-    size = step.config.page_size
-    if not count:
-        return None
-    rows = np.flatnonzero((plan.num_new == 1) & (plan.kv_lens > count * size))
-    if not rows.size:
-        return None
-    told = rows, plan.num_new.cumsum()[rows] - 1, plan.kv_lens[rows]
-    places, lasts, lens = (sent(x, call.q.device) for x in told)
-    columns = -(-int(plan.kv_lens[rows].max()) // size)
-    ids = step.page_table(call.group)[places, :columns].long()
-    queries = call.q[lasts]
-    scores = sparse.score_columns(queries, step.storage.bounds.of(call.layer), ids, lens, size)
-    shape = len(plan.num_new), scores.shape[1], count
-    chosen = torch.full(shape, -1, dtype=torch.int32, device=call.q.device)
-    chosen[places] = sparse.choose_columns(scores, count).int()
+    q = call.q if queries is None else call.q[queries]
+    bounds = step.storage.bounds.of(call.layer)
+    scores = sparse.score_columns(q, bounds, ids, lens, step.config.page_size)
+    columns = sparse.choose_columns(scores, count)
+    if rows is None:
+        return columns
+    chosen = columns.new_full((len(plan.num_new), *columns.shape[1:]), -1)
+    chosen[rows] = columns
     return chosen

@@ -130,6 +130,7 @@ class GenerationOptions:
         self._make = processors
         self._allowed = prefix_allowed_tokens_fn
         self._vocabulary = text_config(model).vocab_size
+        self._device = device_of(model)  # which looks at parameters, too long for each prompt
         self.own: dict[str, Iterable[Any]] = {}
         given: dict[str, Any] = {"seed": seed, **{name: options.get(name) for name in EACH}}
         for name, one_or_more in given.items():
@@ -206,7 +207,7 @@ class GenerationOptions:
             if own.get("temperature") == 0:
                 own |= {"temperature": None, "do_sample": False, "num_return_sequences": None}
             config.update(**own)
-            self.model._prepare_special_tokens(config, device=device_of(self.model))
+            self.model._prepare_special_tokens(config, device=self._device)
             self._processors(config, torch.zeros(1, 1, dtype=torch.long, device="cpu"), 0, [])
             if config.max_new_tokens is not None:
                 config.max_length = None  # else transformers tells for every prompt which one wins
@@ -236,7 +237,7 @@ class GenerationOptions:
             )
         config = copy.copy(config)
         ids = torch.from_numpy(np.array(prompt, np.int64))[None]
-        ids = ids.to(device_of(self.model), non_blocking=True)
+        ids = ids.to(self._device, non_blocking=True)
         self.model._prepare_generated_length(
             config, *self._defaults, "input_ids", ids.shape[1], ids
         )
@@ -283,7 +284,7 @@ class GenerationOptions:
             encoder_input_ids=ids,
             prefix_allowed_tokens_fn=allowed,
             logits_processor=LogitsProcessorList(self._custom[0] + made),
-            device=device_of(self.model),
+            device=self._device,
             model_kwargs={},
         )
 
@@ -322,4 +323,4 @@ class GenerationOptions:
     def _generator(self, own: Mapping[str, Any], sample: int) -> torch.Generator:
         seed = own.get("seed", self._seed)
         start = int(torch.randint(2**62, (), device="cpu")) if seed is None else int(seed) + sample
-        return torch.Generator(device_of(self.model)).manual_seed(start)
+        return torch.Generator(self._device).manual_seed(start)

@@ -54,9 +54,8 @@ def require_same_kind(model: PreTrainedModel, made: Kind, maker: str) -> None:
 
 def device_of(model: PreTrainedModel) -> torch.device:
     """The device that a model is given its ids on."""
-    if model.device.type != "meta":
-        return model.device
-    return next(iter(devices_of(model).values()), model.device)
+    device = model.device  # of the first parameter that is found, anew each time
+    return device if device.type != "meta" else next(iter(devices_of(model).values()), device)
 
 
 def dtype_of(model: PreTrainedModel) -> torch.dtype:

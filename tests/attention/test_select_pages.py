@@ -68,6 +68,17 @@ def test_each_kv_head_reads_what_its_query_heads_want_most():
     assert chosen.tolist() == [[[0, 3, 8, 9], [0, 5, 8, 9]]]
 
 
+def outputs(backend, kv_format):
+    """Of steps in which all rows decode, and in which one decodes and others do not."""
+    whole, lengths = [text(120, seed) for seed in range(3)], [110, 90, 30]
+    cache = PagedKVCache(config(kv_format), device="cpu", backend=backend, debug=True)
+    seqs = [cache.add() for _ in whole]
+    feed(cache, seqs, [x[:, :, :n] for x, n in zip(whole, lengths)])
+    one = [x[:, :, n : n + 1] for x, n in zip(whole, lengths)]
+    some = [one[0], whole[1][:, :, 91:94], whole[2][:, :, 31:60]]
+    return [*feed(cache, seqs, one), *feed(cache, seqs, some)]
+
+
 @pytest.mark.parametrize("kv_format", FORMATS, ids=str)
 def test_what_is_read_is_attended_to_exactly_and_alike_alone_and_in_a_batch(kv_format):
     whole = [text(301, seed) for seed in range(3)]

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from tests.kernels.steps import LAYOUTS, Rows, Step, step_of
 
@@ -99,3 +100,21 @@ def shapes() -> list[Shape]:
             groups = 2 if ratio < 8 else 1
             found.append(Shape(ratio, groups, dim, PAGES[i % 6], dtype, terms, layout))
     return found
+
+
+def page_choice(
+    heads: int, kv_heads: int, dim: int, dtype: torch.dtype, columns: int = 70
+) -> tuple[Tensor, Tensor, Tensor, Tensor, int]:
+    """Queries, bounds, ids and lengths of rows that choose pages, and the size of a page."""
+    pages, size = 5 * columns, 16
+    source = torch.Generator().manual_seed(0)
+    bounds = torch.rand(pages, kv_heads, dim, 2, generator=source).half()
+    bounds[..., 1] -= 0.5
+    lens = torch.tensor([1, 16, 17, 500, columns * size], dtype=torch.int32)
+    ids = torch.randperm(pages, generator=source).int().view(5, columns)
+    for row, length in zip(ids, lens.tolist()):
+        row[-(-length // size) :] = 10**6  # of nobody
+        row[0] = pages + 5  # a staging page
+    bounds[ids[3, 30:32].long()] = torch.nan  # the newest, not complete
+    q = torch.randn(5, heads, dim, generator=source).to(dtype)
+    return q, bounds, ids, lens, size

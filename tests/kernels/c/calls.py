@@ -10,11 +10,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from pagedkv.kernels.c import backend
+from pagedkv.kernels.c import backend, select_pages
 from pagedkv.kernels.c.packed_product import pack, product
 from pagedkv.kernels.c.rms_norm import rms_norm
 from pagedkv.kernels.scoring import Scoring
+from pagedkv.kernels.torch import select_pages as twin
 from pagedkv.kernels.torch.rms_norm import bounds
+from tests.kernels.shapes import page_choice
 from tests.kernels.steps import Step
 
 
@@ -113,3 +115,21 @@ def check_norms(dtype: torch.dtype) -> None:
             assert ((least <= out) & (out <= most)).all()
             for row in (0, 4, 20):
                 assert torch.equal(rms_norm(x[row:][:2], weight, *how), out[row:][:2])
+
+
+def check_choice(dtype: torch.dtype, heads: int, kv_heads: int, dim: int) -> None:
+    """Scores and choices are those of the twin, and of rows alone."""
+    q, bounds, ids, lens, size = page_choice(heads, kv_heads, dim, dtype, columns=150)
+    lens = lens.long()
+    mine = select_pages.score_columns(q, bounds, ids, lens, size)
+    theirs = twin.score_columns(q, bounds, ids, lens, size)
+    largest = twin.score_columns(q.abs(), bounds.abs(), ids, lens, size)
+    near = (mine - theirs).abs() <= (2 * dim + 3) * 2.0**-23 * largest  # roundings of either
+    assert (near | (mine == theirs)).all()
+    for rows, count in ((slice(3, 5), 4), (slice(4, 5), 40), (slice(3, 5), 21)):
+        chosen = select_pages.choose_columns(mine[rows], count)
+        assert torch.equal(chosen, twin.choose_columns(theirs[rows], count).int())
+    for row in range(5):
+        one = slice(row, row + 1)
+        alone = select_pages.score_columns(q[one], bounds, ids[one], lens[one], size)
+        assert torch.equal(alone, mine[one])

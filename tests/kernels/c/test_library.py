@@ -185,7 +185,7 @@ SANITIZED = """
     torch.set_num_threads(1)
     from pagedkv.kernels.c import library
     library.TIMEOUT = 600
-    from tests.kernels.c.calls import KINDS, attend, check_norms, check_products
+    from tests.kernels.c.calls import KINDS, attend, check_choice, check_norms, check_products
     from tests.kernels.c.test_page_coding import AXES
     from tests.kernels.c.test_page_coding import test_tokens_and_whole_pages_are_what_torch_writes
     from tests.kernels.shapes import SMALL, shapes, wide
@@ -202,6 +202,7 @@ SANITIZED = """
         test_tokens_and_whole_pages_are_what_torch_writes(pair, 96, torch.bfloat16)
     for kept in KINDS:
         check_products(kept)
+        check_choice(kept, 3, 3, 80)
     for dtype in (torch.float32, torch.bfloat16):
         check_norms(dtype)
     print("clean")

@@ -5,17 +5,19 @@ import shutil
 
 import pytest
 
-from pagedkv.kernels.c import backend, packed_product, rms_norm
+from pagedkv.kernels.c import backend, packed_product, rms_norm, select_pages
 from pagedkv.kernels.c import library as module
 from tests.kernels.c.calls import (
     KINDS,
     attend,
     capped_high,
+    check_choice,
     check_norms,
     check_numbers,
     check_products,
     differs,
 )
+from tests.kernels.c.test_attend import test_pages_that_are_chosen_are_read_and_no_others
 from tests.kernels.shapes import DTYPES, Shape
 from tests.kernels.steps import coded
 from tests.kernels.truth import check
@@ -89,6 +91,20 @@ MUTANTS = {
         "memcpy(padded, at, count * size_of(type));",
         "",
     ),
+    "a chosen page for the next": ("attend.c", "? n : chosen[n];", "? n : n;"),
+    "a step counts once": ("select_pages.h", "? 15 * q : 0", "? q : 0"),
+    "the first head for all": (
+        "select_pages.h",
+        "(group * ratio + r) * width",
+        "(group * ratio) * width",
+    ),
+    "a part in another place": (
+        "select_pages.h",
+        "columns + c, scores,",
+        "columns + c - begin, scores,",
+    ),
+    "the newest page alone is read": ("select_pages.h", "NEWEST = 2,", "NEWEST = 1,"),
+    "the last ones of equal scores": ("select_pages.h", "equal-- > 0", "equal-- < 1"),
 }
 
 
@@ -109,6 +125,12 @@ def try_attention():
             assert capped_high(step)
 
 
+def try_choice():
+    for dtype in DTYPES:
+        check_choice(dtype, 4, 2, 32)
+    test_pages_that_are_chosen_are_read_and_no_others()
+
+
 def try_products():
     for kept in KINDS:
         check_products(kept)
@@ -121,14 +143,25 @@ def try_norms():
         check_norms(dtype)
 
 
-TRIED = {"products.c": try_products, "vectors.h": try_products, "rms_norm.c": try_norms}
+def try_all():
+    try_attention()
+    try_choice()
+
+
+TRIED = {
+    "products.c": try_products,
+    "vectors.h": try_products,
+    "rms_norm.c": try_norms,
+    "select_pages.h": try_choice,
+    "attend.c": try_all,
+}
 
 
 def use(monkeypatch, folder):
     """Compiles the sources anew and has them called."""
     monkeypatch.setenv("PAGEDKV_CACHE", str(folder))
     found = module.library.__wrapped__()
-    for caller in (backend, packed_product, rms_norm):
+    for caller in (backend, packed_product, rms_norm, select_pages):
         monkeypatch.setattr(caller, "library", lambda: found)
     return found
 
@@ -156,6 +189,6 @@ def test_a_planted_fault_is_found(mutant, tmp_path, monkeypatch):
 def test_processors_with_narrower_vectors_agree(flag, lanes, tmp_path, monkeypatch):
     monkeypatch.setenv("CC", " ".join([*module._compiler(), flag]))
     assert use(monkeypatch, tmp_path).panel_width() in (2 * lanes, 8)
-    try_attention()
+    try_all()
     try_products()
     try_norms()

@@ -1,0 +1,53 @@
+"""Decoding queries choose pages in C: the twin of the torch kernels' file of this name.
+
+`select_pages.h` says how. Bytes moved: 4 x D for every page and KV head.
+"""
+
+from __future__ import annotations
+
+from ctypes import Structure, byref, c_int32, c_int64, c_void_p
+
+import torch
+from torch import Tensor
+
+from .library import library
+from .pages import TYPES
+
+
+class _Bounds(Structure):
+    """As `Bounds` in select_pages.h."""
+
+    _fields_ = [
+        *((name, c_void_p) for name in ("q", "bounds", "table", "lens", "scores")),
+        *((name, c_int64) for name in ("q_row", "q_head", "bounds_page", "bounds_head")),
+        *((name, c_int64) for name in ("table_row", "rows", "heads", "groups", "dim", "count")),
+        *((name, c_int64) for name in ("columns", "page_size")),
+        *((name, c_int32) for name in ("type", "threads")),
+    ]
+
+
+def score_columns(
+    q: Tensor, bounds: Tensor, page_ids: Tensor, lens: Tensor, page_size: int
+) -> Tensor:
+    """Twin of `torch/select_pages.score_columns`; ids are int32, each row's side by side."""
+    q = q if q.stride(2) == 1 else q.contiguous()
+    (n, heads, dim), (count, groups, *_), columns = q.shape, bounds.shape, page_ids.shape[1]
+    scores = torch.empty(n, groups, columns, dtype=torch.float32, device=q.device)
+    call = _Bounds(
+        *(x.data_ptr() for x in (q, bounds, page_ids, lens, scores)),
+        *(*q.stride()[:2], *bounds.stride()[:2], page_ids.stride(0)),
+        *(n, heads, groups, dim, count, columns, page_size),
+        *(TYPES[q.dtype], torch.get_num_threads()),
+    )
+    library().score_columns(byref(call))
+    return scores
+
+
+def choose_columns(scores: Tensor, count: int) -> Tensor:
+    """Twin of `torch/select_pages.choose_columns`, in int32; of equal scores the first ones."""
+    n, groups, columns = scores.shape
+    chosen = torch.empty(n, groups, count, dtype=torch.int32, device=scores.device)
+    sizes = (c_int64(x) for x in (n * groups, columns, count))
+    to = c_void_p(scores.data_ptr()), c_void_p(chosen.data_ptr())
+    library().choose_columns(*to, *sizes, c_int32(torch.get_num_threads()))
+    return chosen
