@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from copy import copy
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -38,7 +38,14 @@ from pagedkv.hf.model import (
     text_config,
 )
 from pagedkv.hf.model_pages import pages_for, take_over
-from pagedkv.hf.packed_weights import packed_weights, warn_of_dynamic_quantization, weights_for
+from pagedkv.hf.packed_weights import (
+    ROUNDED,
+    PackWeights,
+    packed_weights,
+    require_way,
+    warn_of_dynamic_quantization,
+    weights_for,
+)
 from pagedkv.hf.placement import devices_of
 from pagedkv.hf.release import CHECKPOINTS_TAKE_NO_CACHE, cache_argument
 from pagedkv.hf.signature import parameters_of, takes_positions
@@ -207,7 +214,7 @@ class PackedModel:
         cache: pages to use; default the model's own, shared with its `PagedCache`s.
         plan, max_tokens, fields: as for `PagedCache`.
         pack_weights: multiply with packed weights; see `hf/packed_weights.py`. `auto` where they
-            can be packed into free memory.
+            can be packed into free memory, `int8` with 8 bits a weight.
         unknown: as for `PagedCache`, which tries a model first.
 
     Raises:
@@ -222,12 +229,11 @@ class PackedModel:
         cache: PagedKVCache | None = None,
         plan: MemoryPlan | None = None,
         max_tokens: int | None = None,
-        pack_weights: bool | Literal["auto"] = False,
+        pack_weights: PackWeights = False,
         unknown: str | None = None,
         **fields: Any,
     ) -> None:
-        if pack_weights not in (True, False, "auto"):
-            raise ValueError(f"pack_weights: expected True, False or 'auto', got {pack_weights!r}")
+        require_way(pack_weights)
         admit(model, unknown, PagedCache)
         attach_packed(model)
         model = without_adapters(model)
@@ -238,8 +244,11 @@ class PackedModel:
             # Weights to be packed whatever happens go first, because pages take a share of what is
             # left, and others last, because pages that somebody asked for go before them.
             asked = bool(pack_weights) and pack_weights != "auto"
-            weights = packed_weights(model) if asked else None
-            self.kv = pages_for(model, cache, plan, max_tokens, fields)
+            bits = 8 if pack_weights == "int8" else 16
+            weights = packed_weights(model, bits) if asked else None
+            # K and V are others then, which nobody may find who asked for none of them.
+            self._rounded = ROUNDED if bits == 8 else b""
+            self.kv = pages_for(model, cache, plan, max_tokens, fields, self._rounded)
             if pack_weights == "auto":
                 weights = weights_for(model, plan, self.kv.config.nbytes)
         except BaseException:
@@ -256,10 +265,16 @@ class PackedModel:
         # The head may be on another device than the ids, also where all layers are on theirs.
         self._divided = len({*devices_of(model).values()}) > 1
 
-    def over(self, kv: PagedKVCache) -> PackedModel:
-        """This model over other pages of its kind, as long as this one is not closed."""
+    def over(self, kv: PagedKVCache, exact: bool = False) -> PackedModel:
+        """This model over other pages of its kind, as long as this one is not closed.
+
+        Args:
+            exact: no weight is rounded.
+        """
         other = copy(self)
         other.kv, other.carrier = kv, PackedCache(self.model, kv)
+        if exact and self._rounded:
+            other._rounded, other._weights = b"", None
         return other
 
     def require_open(self) -> None:
@@ -309,7 +324,7 @@ class PackedModel:
 
     def take_over(self) -> None:
         """Separates the prefixes of models that use the same pages."""
-        take_over(self.kv, self.model)
+        take_over(self.kv, self.model, self._rounded)
 
     def forget_stale(self) -> None:
         """Forgets cached prefixes if weights have changed since last asked; see `fingerprint.py`.

@@ -152,12 +152,15 @@ class ModelIdentity(Identity):
     Args:
         given: a fingerprint that a caller gave the cache, used in place of the model's.
         made: the fingerprint that is used once the model was collected.
+        rounded: how its weights are rounded where K and V are computed; empty if they are not.
     """
 
-    def __init__(self, model: PreTrainedModel, given: bytes | None, made: bytes) -> None:
-        super().__init__(made)
+    def __init__(
+        self, model: PreTrainedModel, given: bytes | None, made: bytes, rounded: bytes = b""
+    ) -> None:
+        super().__init__(made + rounded)
         self.model = weakref.ref(model)
-        self.given = given
+        self.given, self.rounded = given, rounded
         self._seen = snapshot(model)
         self._sums: tuple[Snapshot, bytes] | None = None
 
@@ -165,7 +168,8 @@ class ModelIdentity(Identity):
         model = self.model()
         if model is None:
             return super().fingerprint()
-        return fingerprint_of(model) if self.given is None else self.given + state_of(model)
+        found = fingerprint_of(model) if self.given is None else self.given + state_of(model)
+        return found + self.rounded
 
     def weights(self) -> bytes:
         model = self.model()
@@ -178,13 +182,12 @@ class ModelIdentity(Identity):
         if self._sums is None or is_stale(self._sums[0], now):
             self._sums = now, sums_of(model)
         facts = fingerprint, self._sums[1], __version__, self.given
-        return sha256(repr(facts).encode()).digest()
+        return sha256(repr(facts).encode() + self.rounded).digest()
 
     def salted(self, salt: Salt) -> Salt:
         model = self.model()
-        if model is None:
-            return salt
-        return with_first(salt, salted(state_of(model), first_of(salt)))
+        state = self.rounded if model is None else state_of(model) + self.rounded
+        return with_first(salt, salted(state, first_of(salt)))
 
     def forget_stale(self, forget: Callable[[], None]) -> None:
         model = self.model()

@@ -4,13 +4,15 @@ import platform
 import shutil
 
 import pytest
+import torch
 
-from pagedkv.kernels.c import backend, packed_product, rms_norm
+from pagedkv.kernels.c import backend, eight_bits, packed_product, rms_norm
 from pagedkv.kernels.c import library as module
 from tests.kernels.c.calls import (
     KINDS,
     attend,
     capped_high,
+    check_eight_bits,
     check_norms,
     check_numbers,
     check_products,
@@ -67,6 +69,13 @@ MUTANTS = {
         "memcpy(padded, at, count * size_of(type));",
         "",
     ),
+    "codes keep what was added": ("eight_bits.c", "into->begin = -128 *", "into->begin = -127 *"),
+    "scales of the next group": ("eight_bits.c", "of_halves(at)", "of_halves(at + BLOCK)"),
+    "another row's scale": ("eight_bits.c", "scales * x[r * groups + g]", "scales * x[g]"),
+    "a row is cut, not rounded": ("eight_bits.c", "_mm512_cvtps_epi32", "_mm512_cvttps_epi32"),
+    "the first half of a group": ("eight_bits.c", "k < GROUP;", "k < GROUP / 2;"),
+    "the last group is left out": ("eight_bits.c", "g < groups;", "g + (groups > 1) < groups;"),
+    "the first bias for all": ("eight_bits.c", "bias[output + i]", "bias[i]"),
 }
 
 
@@ -98,14 +107,19 @@ def try_norms():
         check_norms(dtype)
 
 
-TRIED = {"products.c": try_products, "vectors.h": try_products, "rms_norm.c": try_norms}
+TRIED = {
+    "products.c": try_products,
+    "vectors.h": try_products,
+    "rms_norm.c": try_norms,
+    "eight_bits.c": check_eight_bits,
+}
 
 
 def use(monkeypatch, folder):
     """Compiles the sources anew and has them called."""
     monkeypatch.setenv("PAGEDKV_CACHE", str(folder))
     found = module.library.__wrapped__()
-    for caller in (backend, packed_product, rms_norm):
+    for caller in (backend, packed_product, rms_norm, eight_bits):
         monkeypatch.setattr(caller, "library", lambda: found)
     return found
 
@@ -119,6 +133,8 @@ def test_a_planted_fault_is_found(mutant, tmp_path, monkeypatch):
         shutil.copy(source, tmp_path)
     text = (tmp_path / name).read_text()
     assert text.count(old) == 1, "the place of this fault is gone"
+    if name == "eight_bits.c" and (reason := eight_bits.why_not(torch.float32)):
+        pytest.skip(reason)
     (tmp_path / name).write_text(text.replace(old, new))
     monkeypatch.setattr(module, "SOURCES", [tmp_path / x.name for x in module.SOURCES])
     use(monkeypatch, tmp_path)
