@@ -182,7 +182,7 @@ class ModelIdentity(Identity):
         if self._sums is None or is_stale(self._sums[0], now):
             self._sums = now, sums_of(model)
         facts = fingerprint, self._sums[1], __version__, self.given
-        return sha256(repr(facts).encode() + self.rounded).digest()
+        return sha256(repr(facts).encode()).digest()
 
     def salted(self, salt: Salt) -> Salt:
         model = self.model()

@@ -16,6 +16,7 @@ from pagedkv.hf import packed_weights as module
 from pagedkv.hf.model import cache_config
 from pagedkv.hf.packed_weights import packed_weights
 from pagedkv.kernels.c import eight_bits
+from tests.hf.own import own_model
 from tests.hf.test_packed_weights import SHORT, SIZES, assert_as_before, tokens_of
 from tests.hf.tiny import prompts, tiny
 
@@ -68,6 +69,21 @@ def test_a_row_gets_the_tokens_that_it_gets_alone():
         assert together == [tokens_of(batched, [row])[0] for row in rows]
 
 
+def test_a_draft_has_8_bits_as_well_and_costs_no_token():
+    model, draft, rows = wide(), wide(), prompts(9, 13)
+    with rounding(model) as batched:
+        expected = tokens_of(batched, rows)
+    with rounding(model, draft=draft) as batched:
+        assert tokens_of(batched, rows) == expected
+        assert packed_weights(draft, 8).nbytes > 0
+
+
+def test_a_model_that_no_list_knows_is_tried_with_its_own_weights():
+    """With rounded ones packed rows would be others than rows alone."""
+    with pytest.warns(UserWarning, match="no list knows"):
+        rounding(own_model(""), unknown="check").close()
+
+
 # ------------------------------------------------------------------ K and V of its own
 
 
@@ -86,10 +102,6 @@ def test_neither_finds_the_pages_of_the_other(first, shared):
         assert cached(one, rows) == [0]
         assert cached(one, rows) == [19]
         assert cached(other, rows) == [0]
-        stream = one.stream(rows * 2, **{**SHORT, "max_new_tokens": [2, 6]})
-        next(stream)
-        assert cached(other, prompts(21)) == [0]  # in the middle of the other's call
-        stream.close()
 
 
 @pytest.mark.parametrize("first", WAYS)
