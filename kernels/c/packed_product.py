@@ -66,7 +66,7 @@ def pack(weight: Tensor) -> Packed:
     dtype = next(kept, torch.float32)
     (outputs, inputs), width = weight.shape, library().panel_width()
     panels = torch.zeros(-(-outputs // width), inputs, width, dtype=dtype, device="cpu")
-    for part, into in _parts(weight, panels):
+    for part, into in parts(weight, panels, width):
         # A word of bfloat16 has an output of the first half and one of the second.
         halves = part.view(-1, 2, width // 2, inputs).to(dtype)
         order = (0, 3, 2, 1) if dtype == torch.bfloat16 else (0, 3, 1, 2)
@@ -98,9 +98,8 @@ def _holds(dtype: torch.dtype, weight: Tensor) -> bool:
     return all(same)
 
 
-def _parts(weight: Tensor, panels: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Some rows of a matrix, padded to whole panels, and their panels."""
-    width = panels.shape[2]
+def parts(weight: Tensor, panels: Tensor, width: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Some rows of a matrix, padded to whole panels of `width` rows, and their panels."""
     count = max(1, AT_ONCE // (width * weight.shape[1]))
     for first in range(0, len(panels), count):
         into = panels[first : first + count]

@@ -17,6 +17,7 @@ from pagedkv.arrays import Ints
 from pagedkv.cache.cache import PagedKVCache
 from pagedkv.errors import UnsupportedModelError
 from pagedkv.hf.adapters import without_adapters
+from pagedkv.hf.blocked_weights import PackWeights
 from pagedkv.hf.transaction import forget_dead
 from pagedkv.pages.salts import Salt
 from pagedkv.planner import MemoryPlan
@@ -96,7 +97,10 @@ class BatchGenerator:
             in every step. It takes at most as many bytes again as the weights of linear layers, and
             is quicker the fewer tokens a step has; see docs/generate.md. `auto` packs where that
             takes at most half of the free memory, or what `plan` counts for it. A model that cannot
-            be packed runs as it is; with True a warning says so.
+            be packed runs as it is; with True a warning says so. `int8`, in float32, rounds
+            weights, but for embeddings and the head, and what they are multiplied with to 8 bits:
+            half the bytes again, and answers that are not quite the model's. Prefixes are shared
+            only among generators with it.
         batch_invariant: on a CPU, give a row the same bits alone and in any batch, in steps of any
             width and pages of any size, in float32 and bfloat16; refused where that cannot be. See
             docs/howto/rollouts.md for what it costs.
@@ -126,7 +130,7 @@ class BatchGenerator:
         step_tokens: int | None = None,
         verify_width: int | None = None,
         draft: PreTrainedModel | None = None,
-        pack_weights: bool | Literal["auto"] = "auto",
+        pack_weights: PackWeights = "auto",
         batch_invariant: bool = False,
         cuda_graphs: bool = True,
         unknown: Literal["check"] | None = None,

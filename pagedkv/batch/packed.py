@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from copy import copy
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +24,10 @@ from pagedkv.errors import ModelChangedError, UnsupportedModelError
 from pagedkv.hf.adapters import state_of, without_adapters
 from pagedkv.hf.attach import attach_packed, detach_later
 from pagedkv.hf.blocked_weights import (
+    ROUNDED,
+    PackWeights,
     packed_weights,
+    require_way,
     warn_of_dynamic_quantization,
     weights_for,
     why_rows_differ,
@@ -213,7 +216,7 @@ class PackedModel:
         cache: pages to use; default the model's own, shared with its `PagedCache`s.
         plan, max_tokens, fields: as for `PagedCache`.
         pack_weights: multiply with packed weights; see `hf/blocked_weights.py`. `auto` where they
-            can be packed into free memory.
+            can be packed into free memory, `int8` with 8 bits a weight.
         batch_invariant: as for `BatchGenerator`.
         unknown: as for `PagedCache`, which tries a model first.
 
@@ -229,13 +232,12 @@ class PackedModel:
         cache: PagedKVCache | None = None,
         plan: MemoryPlan | None = None,
         max_tokens: int | None = None,
-        pack_weights: bool | Literal["auto"] = False,
+        pack_weights: PackWeights = False,
         batch_invariant: bool = False,
         unknown: str | None = None,
         **fields: Any,
     ) -> None:
-        if pack_weights not in (True, False, "auto"):
-            raise ValueError(f"pack_weights: expected True, False or 'auto', got {pack_weights!r}")
+        require_way(pack_weights)
         admit(model, unknown, PagedCache)
         attach_packed(model)
         model = without_adapters(model)
@@ -247,8 +249,11 @@ class PackedModel:
             # left, and others last, because pages that a caller asked for go before them.
             asked = bool(pack_weights) and pack_weights != "auto"
             asked = asked or batch_invariant
-            weights = packed_weights(model, by_c=batch_invariant) if asked else None
-            self.kv = pages_for(model, cache, plan, max_tokens, fields)
+            bits = 8 if pack_weights == "int8" else 16
+            weights = packed_weights(model, bits, by_c=batch_invariant) if asked else None
+            # K and V are others then, which nobody may find who asked for none of them.
+            self._rounded = ROUNDED if bits == 8 else b""
+            self.kv = pages_for(model, cache, plan, max_tokens, fields, self._rounded)
             if batch_invariant:
                 _require_invariant(model, self.kv, pack_weights)
                 self.kv._storage.reads_prefixes = False
@@ -268,10 +273,16 @@ class PackedModel:
         # The head may be on another device than the ids, also where all layers are on theirs.
         self._divided = len({*devices_of(model).values()}) > 1
 
-    def over(self, kv: PagedKVCache) -> PackedModel:
-        """This model over other pages of its kind, as long as this one is not closed."""
+    def over(self, kv: PagedKVCache, exact: bool = False) -> PackedModel:
+        """This model over other pages of its kind, as long as this one is not closed.
+
+        Args:
+            exact: no weight is rounded.
+        """
         other = copy(self)
         other.kv, other.carrier = kv, PackedCache(self.model, kv)
+        if exact and self._rounded:
+            other._rounded, other._weights = b"", None
         return other
 
     def require_open(self) -> None:
@@ -321,7 +332,7 @@ class PackedModel:
 
     def take_over(self) -> None:
         """Separates the prefixes of models that use the same pages."""
-        take_over(self.kv, self.model)
+        take_over(self.kv, self.model, self._rounded)
 
     def forget_stale(self) -> None:
         """Forgets cached prefixes if weights have changed since last asked; see `fingerprint.py`.
@@ -401,8 +412,8 @@ class PackedModel:
 def _require_invariant(model: PreTrainedModel, kv: PagedKVCache, pack_weights: object) -> None:
     """Raises where the bits of a row would depend on what is computed beside it."""
     config, reason = kv.config, why_rows_differ(model)
-    if pack_weights is False:
-        reason = "pack_weights is False"
+    if pack_weights in (False, "int8"):
+        reason = f"pack_weights is {pack_weights!r}"
     elif ranks_of(model).size > 1:
         reason = "several processes share the model"
     elif kv.backend != "c":

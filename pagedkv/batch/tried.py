@@ -53,7 +53,7 @@ def _hold(packed: PackedModel, truth: Truth) -> None:
     def give() -> Rows:
         with PagedCache(truth.model, **PAGES) as pages, recorded(truth.model) as truth.last:
             kv = pages.kv
-            tried, seqs = packed.over(kv), [kv.add() for _ in truth.texts]
+            tried, seqs = packed.over(kv, exact=True), [kv.add() for _ in truth.texts]
             for new in zip(*(text.split(cut) for text, cut in zip(truth.texts, CUTS))):
                 rows = {seq: ids.numpy() for seq, ids in zip(seqs, new) if len(ids)}
                 with kv.step([*rows], [*rows.values()]) as step:

@@ -3,21 +3,26 @@
 The model stays transformers' own. Layers, and norms (`norms.py`), have another `forward` only while
 a step of ours computes, and only in its thread: whatever else is done with the model meets it as it
 was. Its weights stay where they are, so packing costs their size once more.
+
+With 8 bits a weight numbers are rounded, but for embeddings and the head: one model has one kind of
+packed weights at a time, and K and V that were computed so have an identity of their own.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import chain
 from threading import Lock, get_ident
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from pagedkv.errors import UnsupportedModelError
+from pagedkv.kernels.c import eight_bits
 from pagedkv.kernels.c import packed_product as in_c
 from pagedkv.kernels.torch import packed_product as in_torch
 from pagedkv.ranks import ranks_of
@@ -32,12 +37,22 @@ from .telling import warn
 if TYPE_CHECKING:
     from pagedkv.planner import MemoryPlan
 
-Packed = in_c.Packed | Tensor  # by our own kernels, or by torch's operators
+Packed = in_c.Packed | eight_bits.Eight | Tensor  # by our own kernels, or by torch's operators
+PackWeights = bool | Literal["auto", "int8"]
+ROUNDED = b"int8, groups of 32"  # for `ModelIdentity`: what K and V are computed with
 
 DYNAMIC = "torch.ao.nn.quantized.dynamic"
 
 _SHARED: weakref.WeakKeyDictionary[PreTrainedModel, dict[bool, weakref.ref[PackedWeights]]]
 _SHARED = weakref.WeakKeyDictionary()
+
+
+def require_way(pack_weights: Any) -> None:
+    """Raises ValueError where `pack_weights` is none of those there are."""
+    if pack_weights not in (True, False, "auto", "int8"):
+        raise ValueError(
+            f"pack_weights: expected True, False, 'auto' or 'int8', got {pack_weights!r}"
+        )
 
 
 def weights_for(
@@ -50,6 +65,8 @@ def weights_for(
         taken: bytes of the free memory that others will fill; half of the rest may be taken.
     """
     if model.device.type != "cpu" or ranks_of(model).size > 1 or _why_none(model):
+        return None
+    if any(kept.bits == 8 for kept in _kept(model)):  # one that asks for nothing gets exact ones
         return None
     layers = [part for part in model.modules() if _is_packable(part)]
     sizes = {id(layer.weight): layer.weight.nbytes for layer in layers}
@@ -66,19 +83,34 @@ def weights_for(
         return None
 
 
-def packed_weights(model: PreTrainedModel, by_c: bool = False) -> PackedWeights:
+def packed_weights(model: PreTrainedModel, bits: int = 16, by_c: bool = False) -> PackedWeights:
     """Returns the packed weights of a model, made at the first use and kept while they are used.
 
     What cannot be packed is left out.
 
     Args:
+        bits: of a weight: 8, or 16 and more, as many as keep all weights what they are.
         by_c: have all products by our own kernels, also where others are quicker.
+
+    Raises:
+        ValueError: an open generator has those of other bits.
+        UnsupportedModelError: no weights of it can have 8 bits here.
     """
+    if bits == 8 and (reason := _why_none(model, bits)):
+        name = type(model).__name__
+        raise UnsupportedModelError(f"pack_weights: {name} cannot have 'int8': {reason}")
+    for other in _kept(model):
+        if other.bits != bits:
+            ways = {8: "'int8'", 16: "True"}
+            raise ValueError(
+                f"pack_weights: expected {ways[other.bits]}, as an open generator of this model "
+                f"has it, got {ways[bits]}; close that one first"
+            )
     by_c = by_c and bool(in_c.why_not(model.dtype))
     kept = _SHARED.setdefault(model, {})
     found = kept[by_c]() if by_c in kept else None
     if found is None:
-        found = PackedWeights(model, by_c)
+        found = PackedWeights(model, bits, by_c)
         kept[by_c] = weakref.ref(found)
     found.refresh()
     return found
@@ -99,11 +131,17 @@ def why_rows_differ(model: PreTrainedModel) -> str | None:
     return None
 
 
+def _kept(model: PreTrainedModel) -> list[PackedWeights]:
+    """The packed weights that open generators of a model have."""
+    found = (kept() for kept in _SHARED.get(model, {}).values())
+    return [one for one in found if one is not None]
+
+
 class PackedWeights:
     """The layers of a model whose weights are packed."""
 
-    def __init__(self, model: PreTrainedModel, by_c: bool = False) -> None:
-        self.model, self.by_c = model, by_c
+    def __init__(self, model: PreTrainedModel, bits: int = 16, by_c: bool = False) -> None:
+        self.model, self.bits, self.by_c = model, bits, by_c
         self._forwards: dict[nn.Linear, PackedForward] = {}
         self._norms: dict[nn.Module, NormForward] = {}
         self._sites: list[tuple[dict[str, Any], Swapped]] = []
@@ -131,7 +169,8 @@ class PackedWeights:
         now = snapshot(self.model)
         packed: dict[int, Packed] = {}  # by weight, which layers may have in common
         before, self._forwards = self._forwards, {}
-        parts = [] if _why_none(self.model) else list(parts_of(self.model))
+        parts = [] if _why_none(self.model, self.bits) else list(parts_of(self.model))
+        whole = _embeddings(self.model) if self.bits == 8 else None
         for path, layer, of_adapter in parts:
             if of_adapter or not _is_packable(layer):
                 continue
@@ -140,7 +179,9 @@ class PackedWeights:
             if forward is None or not forward.seen.is_same(seen):
                 forward = None  # its bytes go before new ones come
                 made = packed.get(id(layer.weight))
-                made = pack(layer.weight, self.by_c) if made is None else made
+                if made is None:
+                    exact = whole is None or id(layer.weight) in whole
+                    made = pack(layer.weight, self.by_c) if exact else pack_rounded(layer.weight)
                 forward = PackedForward(layer, seen, made, self._threads)
             packed[id(layer.weight)] = forward.packed
             self._forwards[layer] = forward
@@ -175,20 +216,29 @@ class PackedWeights:
 
     def warn(self) -> None:
         """Warns, once, where no layer is packed."""
-        reason = _why_none(self.model)
+        reason = _why_none(self.model, self.bits)
         if reason and not self._warned:
             name = type(self.model).__name__
             warn(f"pack_weights: {name} runs unpacked: {reason}")
         self._warned = bool(reason)
 
 
-def _why_none(model: PreTrainedModel) -> str | None:
+def _embeddings(model: PreTrainedModel) -> set[int]:
+    """Ids of the weights of embeddings and the head, which lose most by being rounded."""
+    found: set[int] = set()
+    for name in ("get_input_embeddings", "get_output_embeddings"):
+        with suppress(AttributeError, NotImplementedError):  # of models that have none there
+            found.add(id(getattr(model, name)().weight))
+    return found
+
+
+def _why_none(model: PreTrainedModel, bits: int = 16) -> str | None:
     """Why no layer is packed; None where some are."""
     if any(part._compiled_call_impl is not None for part in model.modules()):
         return "it is compiled"
     if model.device.type != "cpu":
         return f"it is on {model.device.type}, and packing is for a CPU"
-    if reason := why_not(model.dtype):
+    if reason := (eight_bits.why_not if bits == 8 else why_not)(model.dtype):
         return reason
     if getattr(model, "hf_quantizer", None) is not None:
         return "its weights are quantised"  # some are unpacked in the middle of its first step
@@ -224,6 +274,11 @@ class PackedForward(Swapped):
         return product(input, self.packed, self.module.bias)
 
 
+def pack_rounded(weight: Tensor) -> Packed:
+    """A matrix of 8 bits a weight, where these hold it."""
+    return eight_bits.pack(weight) if eight_bits.holds(weight) else pack(weight)
+
+
 def pack(weight: Tensor, by_c: bool = False) -> Packed:
     """A matrix, packed by the kernels of its dtype, or by our own."""
     by_torch = in_c.why_not(weight.dtype) and not by_c
@@ -234,6 +289,8 @@ def product(x: Tensor, packed: Packed, bias: Tensor | None) -> Tensor:
     """`functional.linear`, by the kernels that have packed the matrix."""
     if isinstance(packed, in_c.Packed):
         return in_c.product(x, packed, bias)
+    if isinstance(packed, eight_bits.Eight):
+        return eight_bits.product(x, packed, bias)
     return in_torch.product(x, packed, bias)
 
 

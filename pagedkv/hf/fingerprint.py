@@ -160,12 +160,15 @@ class ModelIdentity(Identity):
     Args:
         given: a fingerprint that a caller gave the cache, used in place of the model's.
         made: the fingerprint that is used once the model was collected.
+        rounded: how its weights are rounded where K and V are computed; empty if they are not.
     """
 
-    def __init__(self, model: PreTrainedModel, given: bytes | None, made: bytes) -> None:
-        super().__init__(made)
+    def __init__(
+        self, model: PreTrainedModel, given: bytes | None, made: bytes, rounded: bytes = b""
+    ) -> None:
+        super().__init__(made + rounded)
         self.model = weakref.ref(model)
-        self.given = given
+        self.given, self.rounded = given, rounded
         self._seen = snapshot(model)
         self._sums: tuple[Snapshot, bytes] | None = None
 
@@ -173,7 +176,8 @@ class ModelIdentity(Identity):
         model = self.model()
         if model is None:
             return super().fingerprint()
-        return fingerprint_of(model) if self.given is None else self.given + state_of(model)
+        found = fingerprint_of(model) if self.given is None else self.given + state_of(model)
+        return found + self.rounded
 
     def weights(self) -> bytes:
         model = self.model()
@@ -190,9 +194,8 @@ class ModelIdentity(Identity):
 
     def salted(self, salt: Salt) -> Salt:
         model = self.model()
-        if model is None:
-            return salt
-        return with_first(salt, salted(state_of(model), first_of(salt)))
+        state = self.rounded if model is None else state_of(model) + self.rounded
+        return with_first(salt, salted(state, first_of(salt)))
 
     def forget_stale(self, forget: Callable[[], None]) -> None:
         model = self.model()

@@ -44,12 +44,14 @@ def pages_for(
     plan: MemoryPlan | None,
     max_tokens: int | None,
     fields: dict[str, Any],
+    rounded: bytes = b"",
 ) -> PagedKVCache:
     """The pages a caller chose for a model, or the model's own of these sizes.
 
     Args:
         fields: fields of `CacheConfig`, and what else `PagedKVCache` takes: `trace` and
             `prefix_store`.
+        rounded: as for `ModelIdentity`; pages of its own are others for each.
     """
     fields, ranks = dict(fields), ranks_of(model)
     if ranks.size > 1:
@@ -62,7 +64,7 @@ def pages_for(
         if cache is not None and value is not None:
             raise ValueError(f"{what}: expected none beside a cache, give it to that PagedKVCache")
     if cache is None and plan is None:
-        return _shared_pages(model, max_tokens, fields, beside)
+        return _shared_pages(model, max_tokens, fields, beside, rounded)
     name = "plan" if cache is None else "cache"
     if max_tokens is not None or fields or (cache is not None and plan is not None):
         raise ValueError(f"{name}: expected no other sizes beside it, they are the {name}'s own")
@@ -71,7 +73,7 @@ def pages_for(
         _require_same_device(model, cache)
         if not isinstance(cache.identity, ModelIdentity):
             named = of_rank(model, cache.config.fingerprint)
-            cache.identity = ModelIdentity(model, named, named)
+            cache.identity = ModelIdentity(model, named, named, rounded)
         ranks.agree(lambda: cache.follow(ranks))
         return cache
     assert plan is not None
@@ -84,7 +86,7 @@ def pages_for(
         made = fingerprint_of(model) if given is None else of_rank(model, given)
         return replace(planned, fingerprint=made)
 
-    return _kept(model, ("plan", planned), config, given, beside)
+    return _kept(model, ("plan", planned), config, given, beside, rounded)
 
 
 def _asked(
@@ -139,7 +141,11 @@ def _require_same_device(model: PreTrainedModel, kv: PagedKVCache) -> None:
 
 
 def _shared_pages(
-    model: PreTrainedModel, max_tokens: int | None, fields: dict[str, Any], beside: dict[str, Any]
+    model: PreTrainedModel,
+    max_tokens: int | None,
+    fields: dict[str, Any],
+    beside: dict[str, Any],
+    rounded: bytes,
 ) -> PagedKVCache:
     """The model's pages of these sizes."""
 
@@ -157,7 +163,8 @@ def _shared_pages(
         return replace(found, max_states=ranks_of(model).least(states))
 
     named = ((name, _told_apart(fields[name])) for name in sorted(fields))
-    return _kept(model, (max_tokens, *named), config, fields.get("fingerprint"), beside)
+    asked = max_tokens, *named
+    return _kept(model, asked, config, fields.get("fingerprint"), beside, rounded)
 
 
 def tokens_of(
@@ -196,35 +203,44 @@ def _kept(
     config: Callable[[], CacheConfig],
     given: bytes | None,
     beside: dict[str, Any],
+    rounded: bytes,
 ) -> PagedKVCache:
     """Pages that are made at the first use and kept while a cache uses them."""
     # Pages that are recorded are recorded from their beginning, so they are none that exist.
     placement, ranks = placement_of(model, device_of(model)), ranks_of(model)
-    asked = asked, dtype_of(model), placement, *map(_told_apart, beside.values())
+    asked = asked, dtype_of(model), placement, rounded, *map(_told_apart, beside.values())
     with _making:  # two threads would make two
         caches = _CACHES.setdefault(model, weakref.WeakValueDictionary())
         kv = caches.get(asked)
         # A rank may have them still where another has collected its own.
         if not ranks.least(kv is not None) or kv is None:
             made = config()
-            kv = caches[asked] = ranks.agree(partial(_made, model, made, given, beside))
+            kv = caches[asked] = ranks.agree(partial(_made, model, made, given, beside, rounded))
         return kv
 
 
 def _made(
-    model: PreTrainedModel, config: CacheConfig, given: bytes | None, beside: dict[str, Any]
+    model: PreTrainedModel,
+    config: CacheConfig,
+    given: bytes | None,
+    beside: dict[str, Any],
+    rounded: bytes,
 ) -> PagedKVCache:
     """New pages for a model."""
     kv = PagedKVCache(config, device=placement_of(model, device_of(model)), **beside)
-    kv.identity = ModelIdentity(model, given and of_rank(model, given), config.fingerprint)
+    given = given and of_rank(model, given)
+    kv.identity = ModelIdentity(model, given, config.fingerprint, rounded)
     kv.follow(ranks_of(model))
     return kv
 
 
-def take_over(kv: PagedKVCache, model: PreTrainedModel) -> None:
-    """Gives pages that another model used to this one; the other's prefixes are forgotten."""
+def take_over(kv: PagedKVCache, model: PreTrainedModel, rounded: bytes = b"") -> None:
+    """Gives pages that another model used to this one; the other's prefixes are forgotten.
+
+    The same model with weights that are rounded otherwise is another.
+    """
     identity = kv.identity
     assert isinstance(identity, ModelIdentity)
-    if identity.model() is not model:
+    if identity.model() is not model or identity.rounded != rounded:
         kv.clear_prefixes()
-        kv.identity = ModelIdentity(model, identity.given, kv.config.fingerprint)
+        kv.identity = ModelIdentity(model, identity.given, kv.config.fingerprint, rounded)

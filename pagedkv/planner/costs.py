@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Literal
 
 from pagedkv.config import DTYPE_BYTES, CacheConfig, StateLayer, needs_staging
 from pagedkv.models import facts_of, paged_layers, state_tensors
@@ -46,7 +47,7 @@ class Asked:
     gpu: str | None
     cuda: bool
     ranks: int
-    pack_weights: bool
+    pack_weights: bool | Literal["int8"]
     expert_slots: int | None
     expert_gbps: float
     least_slots: int
@@ -200,9 +201,13 @@ class Costs:
 
         Experts are not packed, so for a mixture this is somewhat too much.
         """
-        shape = self.shape
-        packs = self.asked.pack_weights and not shape.packed
-        return {"packed weights": self.wide * shape.active} if packs else {}
+        shape, c = self.shape, self.c
+        if not self.asked.pack_weights or shape.packed:
+            return {}
+        whole = shape.active
+        if self.asked.pack_weights == "int8":  # but for the head; a scale of 16 bits for 32 weights
+            whole = min(whole, c.vocab_size * c.hidden_size)
+        return {"packed weights": self.wide * whole + (shape.active - whole) * 34 // 32}
 
     def device(self, placement: Placement, max_tokens: int) -> dict[str, int]:
         """Bytes on the device, in the order of the table."""

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 from pagedkv.config import DTYPE_BYTES, auto_page_size, format_pair
 from pagedkv.errors import UnsupportedModelError
@@ -50,7 +50,7 @@ def plan_memory(
     images: bool = False,
     gpu: str | None = None,
     ranks: int = 1,
-    pack_weights: bool = False,
+    pack_weights: bool | Literal["int8"] = False,
     expert_slots: int | None = None,
     expert_gbps: float | None = None,
     device: str = "cuda",
@@ -86,8 +86,8 @@ def plan_memory(
         gpu: a known card, such as `RTX 4090`; `pagedkv plan --gpu list` names them.
         ranks: processes under `torchrun` among which transformers shares out the model. Each has a
             device of its own, and all sizes are of one of them. Nothing streams then.
-        pack_weights: as for `BatchGenerator`, on a CPU: packed weights take their room, and nothing
-            streams.
+        pack_weights: as for `BatchGenerator`, True or `int8`, on a CPU: packed weights take their
+            room, and nothing streams.
         expert_slots: experts of a layer that stay while others are read as tokens are routed to
             them; 0 streams whole layers. Default: on a CPU of Linux, what decodes `batch`
             sequences soonest; else 0.
@@ -134,7 +134,7 @@ def plan_memory(
         gpu=name,
         cuda=on_cuda,
         ranks=_positive("ranks", ranks),
-        pack_weights=bool(pack_weights),
+        pack_weights=pack_weights,
         expert_slots=expert_slots,
         expert_gbps=_rate("expert_gbps", expert_gbps, 0.0),
         least_slots=shape.experts.per_token if shape.experts else 0,
@@ -143,6 +143,10 @@ def plan_memory(
     gbps = min(asked.link_gbps, asked.expert_gbps or share * asked.link_gbps)
     asked = replace(asked, expert_gbps=gbps)
     _require_experts(shape, asked)
+    if pack_weights not in (True, False, "int8"):
+        raise ValueError(f"pack_weights: expected True, False or 'int8', got {pack_weights!r}")
+    if pack_weights == "int8" and shape.dtype != "float32":
+        raise ValueError(f"pack_weights: 'int8' expects float32, got weights in {shape.dtype}")
     if pack_weights and on_cuda:
         raise ValueError(f"pack_weights: expected none with {device=}, got {pack_weights!r}")
     if ranks > 1:

@@ -419,7 +419,7 @@ def test_where_an_allocation_fails_after_all_it_runs_unpacked_and_says_so(monkey
 
 
 def test_another_word_than_auto_is_refused():
-    with pytest.raises(ValueError, match="pack_weights: expected True, False or 'auto', got 'yes'"):
+    with pytest.raises(ValueError, match="expected True, False, 'auto' or 'int8', got 'yes'"):
         BatchGenerator(tiny(), **SIZES, pack_weights="yes")
 
 

@@ -75,6 +75,8 @@ def test_a_size_that_is_printed_can_be_given_back(nbytes):
         ({"link_gbps": 0}, "link_gbps: expected a positive number, got 0"),
         ({"compute_tflops": float("nan")}, "compute_tflops: expected"),
         ({"pack_weights": True}, "pack_weights: expected none with device='cuda', got True"),
+        ({"pack_weights": "int4"}, "pack_weights: expected True, False or 'int8', got 'int4'"),
+        ({"pack_weights": "int8", "device": "cpu"}, "'int8' expects float32, got weights in bf"),
         ({"device": "tpu"}, "device: expected 'cuda' or 'cpu', got 'tpu'"),
     ],
 )

@@ -147,6 +147,13 @@ def test_packed_weights_take_their_room_and_nothing_streams_beside_them():
     assert plan_memory(LLAMA_8B, device_memory="24GiB", device="cpu").streams is False
 
 
+def test_weights_packed_in_8_bits_take_34_bytes_for_32_but_for_the_head():
+    options = {"device_memory": "80GiB", "device": "cpu", "weight_dtype": "float32"}
+    plan = plan_memory(LLAMA_8B, pack_weights="int8", **options)
+    head = 128256 * 4096
+    assert plan.device_bytes["packed weights"] == 4 * head + (plan.shape.active - head) * 34 // 32
+
+
 def test_a_checkpoint_in_fewer_bits_is_not_packed_again():
     options = {"device_memory": "24GiB", "device": "cpu", "weight_dtype": "int4"}
     packed, plain = (plan_memory(LLAMA_8B, pack_weights=is_so, **options) for is_so in (1, 0))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,7 @@ from pagedkv.cache.cache import PagedKVCache
 from pagedkv.config import CacheConfig, field_of
 from pagedkv.errors import UnsupportedModelError
 from pagedkv.hf.adapters import without_adapters
+from pagedkv.hf.blocked_weights import PackWeights
 from pagedkv.hf.model import cache_config, device_of, require_head, require_model, text_config
 from pagedkv.hf.model_pages import tokens_of
 from pagedkv.hf.placement import devices_of
@@ -44,7 +45,7 @@ class DraftModel:
         draft: PreTrainedModel,
         main: PackedModel,
         width: int,
-        pack_weights: bool | Literal["auto"] = False,
+        pack_weights: PackWeights = False,
     ) -> None:
         beside = main.kv
         config = draft_config(draft, beside.config, width)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from pagedkv.kernels.c import backend, select_pages
+from pagedkv.kernels.c import backend, eight_bits, select_pages
 from pagedkv.kernels.c.packed_product import pack, product
 from pagedkv.kernels.c.rms_norm import rms_norm
 from pagedkv.kernels.scoring import Scoring
@@ -80,6 +80,56 @@ def check_products(kept: torch.dtype) -> None:
                 assert torch.equal(product(x[3:][:rows], packed, added), out[3:][:rows])
         strided = x.T.contiguous().T.view(2, 20, inputs)
         assert torch.equal(product(strided, packed, bias).flatten(0, 1), out)
+
+
+GROUPS = (1, 32), (33, 96), (64, 32), (97, 160)  # outputs and inputs, of whole groups
+
+
+def rounded_weight(weight: Tensor) -> Tensor:
+    """What 8 bits make of a matrix, in float64."""
+    groups = weight.unflatten(1, (-1, 32))
+    scales = (groups.abs().amax(-1, keepdim=True) / 127).half().float()
+    whole = (groups / scales.clamp_min(2.0**-80)).round().clamp(-127, 127)
+    return (whole.double() * scales.double()).flatten(1)
+
+
+def rounded_rows(x: Tensor) -> Tensor:
+    """What 8 bits make of rows, in float64; `round` goes to the even one of two."""
+    groups = x.unflatten(1, (-1, 32))
+    top = groups.abs().amax(-1, keepdim=True)
+    whole = (groups * torch.where(top < 2.0**-80, 0.0, 127 / top)).round()
+    return (whole.double() * (top / 127).double()).flatten(1)
+
+
+def check_eight_bits() -> None:
+    """Products with 8 bits a weight, of rows alone and among others."""
+    draw = torch.Generator().manual_seed(0)
+    for outputs, inputs in GROUPS:
+        weight, bias = torch.randn(outputs, inputs, generator=draw), torch.randn(outputs)
+        weight *= torch.logspace(1, -4, inputs // 32).repeat_interleave(32)
+        weight[1:2] = 0.0
+        x = torch.randn(40, inputs, generator=draw) * torch.logspace(-30, 4, 40)[:, None]
+        x[7, :32] = 0.0
+        x[8] = torch.arange(-1, 1, 2 / inputs) * 127  # halves among them
+        x[8, ::32] = 127
+        assert eight_bits.holds(weight)
+        packed = eight_bits.pack(weight)
+        assert packed.nbytes <= 34 * inputs // 32 * (outputs + 15)
+        exact_weight, rows = rounded_weight(weight), rounded_rows(x)
+        for added in (None, bias):
+            out = eight_bits.product(x, packed, added)
+            exact = rows @ exact_weight.T + (0 if added is None else added.double())
+            terms = [
+                a @ b.T for a, b in zip(rows.split(32, 1), exact_weight.split(32, 1), strict=True)
+            ]
+            size = sum(term.abs() for term in terms) + (0 if added is None else added.abs())
+            assert ((out.double() - exact).abs() <= (len(terms) + 4) * 2.0**-24 * size).all()
+            for count in range(1, 19):
+                assert torch.equal(
+                    eight_bits.product(x[3:][:count], packed, added), out[3:][:count]
+                )
+        strided = x.T.contiguous().T.view(2, 20, inputs)
+        assert torch.equal(eight_bits.product(strided, packed, bias).flatten(0, 1), out)
 
 
 def check_numbers(dtype: torch.dtype, flushed: bool = False) -> None:

@@ -183,9 +183,10 @@ def test_a_device_without_a_processor_has_no_c():
 SANITIZED = """
     import sys, torch
     torch.set_num_threads(1)
-    from pagedkv.kernels.c import library
+    from pagedkv.kernels.c import eight_bits, library
     library.TIMEOUT = 600
-    from tests.kernels.c.calls import KINDS, attend, check_choice, check_norms, check_products
+    from tests.kernels.c.calls import KINDS, attend, check_choice, check_eight_bits, check_norms
+    from tests.kernels.c.calls import check_products
     from tests.kernels.c.test_page_coding import AXES
     from tests.kernels.c.test_page_coding import test_tokens_and_whole_pages_are_what_torch_writes
     from tests.kernels.shapes import SMALL, shapes, wide
@@ -205,6 +206,8 @@ SANITIZED = """
         check_choice(kept, 3, 3, 80)
     for dtype in (torch.float32, torch.bfloat16):
         check_norms(dtype)
+    if not eight_bits.why_not(torch.float32):
+        check_eight_bits()
     print("clean")
 """
 

@@ -4,14 +4,16 @@ import platform
 import shutil
 
 import pytest
+import torch
 
-from pagedkv.kernels.c import backend, packed_product, rms_norm, select_pages
+from pagedkv.kernels.c import backend, eight_bits, packed_product, rms_norm, select_pages
 from pagedkv.kernels.c import library as module
 from tests.kernels.c.calls import (
     KINDS,
     attend,
     capped_high,
     check_choice,
+    check_eight_bits,
     check_norms,
     check_numbers,
     check_products,
@@ -105,6 +107,13 @@ MUTANTS = {
     ),
     "the newest page alone is read": ("select_pages.h", "NEWEST = 2,", "NEWEST = 1,"),
     "the last ones of equal scores": ("select_pages.h", "equal-- > 0", "equal-- < 1"),
+    "codes keep what was added": ("eight_bits.c", "into->begin = -128 *", "into->begin = -127 *"),
+    "scales of the next group": ("eight_bits.c", "of_halves(at)", "of_halves(at + BLOCK)"),
+    "another row's scale": ("eight_bits.c", "scales * x[r * groups + g]", "scales * x[g]"),
+    "a row is cut, not rounded": ("eight_bits.c", "_mm512_cvtps_epi32", "_mm512_cvttps_epi32"),
+    "the first half of a group": ("eight_bits.c", "k < GROUP;", "k < GROUP / 2;"),
+    "the last group is left out": ("eight_bits.c", "g < groups;", "g + (groups > 1) < groups;"),
+    "the first bias for all": ("eight_bits.c", "bias[output + i]", "bias[i]"),
 }
 
 
@@ -154,6 +163,7 @@ TRIED = {
     "rms_norm.c": try_norms,
     "select_pages.h": try_choice,
     "attend.c": try_all,
+    "eight_bits.c": check_eight_bits,
 }
 
 
@@ -161,7 +171,7 @@ def use(monkeypatch, folder):
     """Compiles the sources anew and has them called."""
     monkeypatch.setenv("PAGEDKV_CACHE", str(folder))
     found = module.library.__wrapped__()
-    for caller in (backend, packed_product, rms_norm, select_pages):
+    for caller in (backend, eight_bits, packed_product, rms_norm, select_pages):
         monkeypatch.setattr(caller, "library", lambda: found)
     return found
 
@@ -175,6 +185,8 @@ def test_a_planted_fault_is_found(mutant, tmp_path, monkeypatch):
         shutil.copy(source, tmp_path)
     text = (tmp_path / name).read_text()
     assert text.count(old) == 1, "the place of this fault is gone"
+    if name == "eight_bits.c" and (reason := eight_bits.why_not(torch.float32)):
+        pytest.skip(reason)
     (tmp_path / name).write_text(text.replace(old, new))
     monkeypatch.setattr(module, "SOURCES", [tmp_path / x.name for x in module.SOURCES])
     use(monkeypatch, tmp_path)

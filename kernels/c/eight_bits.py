@@ -1,0 +1,89 @@
+"""Products with a matrix of 8 bits a weight: half the bytes of 16, which few rows wait for.
+
+Weights and rows are rounded: to integers up to 127, times a scale for each group of 32 inputs,
+of a weight in half precision. `eight_bits.c` multiplies; a row's bits depend on that row alone.
+"""
+
+from __future__ import annotations
+
+from ctypes import Structure, byref, c_int64, c_void_p
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from . import packed_product
+from .library import library
+
+GROUP = 32
+TOP = 127
+HALVES = torch.finfo(torch.float16)
+
+
+class _Product(Structure):
+    """As `Product` in eight_bits.c."""
+
+    _fields_ = [
+        *((name, c_void_p) for name in ("panels", "x", "bias", "out", "groups")),
+        *((name, c_int64) for name in ("outputs", "inputs", "rows")),
+    ]
+
+
+class Eight:
+    """A matrix `[outputs, inputs]` of 8 bits a weight.
+
+    Attributes:
+        panels: `[panels, groups, bytes]`; a panel is as many outputs as a vector has lanes.
+    """
+
+    def __init__(self, panels: Tensor, shape: torch.Size) -> None:
+        self.panels, self.shape, self.nbytes = panels, shape, panels.nbytes
+
+
+@cache
+def why_not(dtype: torch.dtype) -> str | None:
+    """Why no matrix of a dtype can have 8 bits a weight here; None where some can."""
+    if reason := packed_product.why_not(dtype):
+        return reason
+    there = hasattr(library(), "eight_bit_product")
+    return None if there else "the processor, or its library, has no AVX512-VNNI"
+
+
+def holds(weight: Tensor) -> bool:
+    """Whether a matrix can have 8 bits a weight: whole groups, and scales that are halves."""
+    if why_not(weight.dtype) or weight.shape[1] % GROUP:
+        return False
+    top = weight.detach().abs().amax().item() / TOP
+    return HALVES.tiny <= top <= HALVES.max
+
+
+@torch.no_grad()
+def pack(weight: Tensor) -> Eight:
+    """`[outputs, inputs]`, which it `holds`, in panels: a panel's scales, then its codes."""
+    weight = weight.detach()
+    (outputs, inputs), width = weight.shape, library().eight_bit_width()
+    count, groups = -(-outputs // width), inputs // GROUP
+    panels = torch.empty(count, groups, (2 + GROUP) * width, dtype=torch.uint8, device="cpu")
+    for part, into in packed_product.parts(weight, panels, width):
+        of_groups = part.view(-1, width, groups, GROUP)
+        scales = (of_groups.abs().amax(-1) / TOP).half()
+        by = scales.float().clamp_min(2.0**-80)[..., None]
+        codes = (of_groups / by).round().clamp(-TOP, TOP).add(128).to(torch.uint8)
+        codes = codes.view(-1, width, groups, GROUP // 4, 4).permute(0, 2, 3, 1, 4)
+        into[..., : 2 * width] = scales.transpose(1, 2).contiguous().view(torch.uint8)
+        into[..., 2 * width :] = codes.flatten(2)
+    return Eight(panels, weight.shape)
+
+
+def product(x: Tensor, packed: Eight, bias: Tensor | None) -> Tensor:
+    """About `functional.linear` of `[..., inputs]` with a packed matrix; it has no gradient."""
+    x, (outputs, inputs) = x.contiguous(), packed.shape
+    bias = None if bias is None else bias.contiguous()
+    out = x.new_empty(*x.shape[:-1], outputs)
+    groups = x.new_empty(x.numel() // GROUP, library().eight_bit_group(), dtype=torch.uint8)
+    call = _Product(
+        *(packed.panels.data_ptr(), x.data_ptr(), None if bias is None else bias.data_ptr()),
+        *(out.data_ptr(), groups.data_ptr(), outputs, inputs, x.numel() // inputs),
+    )
+    library().eight_bit_product(byref(call), torch.get_num_threads())
+    return out
