@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from pagedkv import BatchGenerator
 from pagedkv.errors import UnsupportedModelError
-from pagedkv.hf import packed_weights
+from pagedkv.hf import blocked_weights
 from pagedkv.kernels.c.library import missing
 from tests.hf.tiny import tiny
 
@@ -72,13 +72,13 @@ def test_rows_of_a_language_model_have_their_bits_in_any_batch(dtype, smollm2_pa
 
 
 def test_a_product_that_depends_on_its_rows_is_found(monkeypatch):
-    model, product = tiny("llama", **WIDE), packed_weights.product
+    model, product = tiny("llama", **WIDE), blocked_weights.product
 
     def planted(x, packed, bias):
         out = product(x, packed, bias)
         return out if x.numel() > x.shape[-1] else out * (1 + 2**-22)
 
-    monkeypatch.setattr(packed_weights, "product", planted)
+    monkeypatch.setattr(blocked_weights, "product", planted)
     with pytest.raises(AssertionError):
         assert_same_bits(model, 40, WAYS[:1])
 

@@ -7,17 +7,17 @@ import pytest
 pytest.importorskip("transformers")
 
 import torch
-from tests.hf.test_packed_weights import SHORT, SIZES, assert_as_before, tokens_of
 from transformers import AutoTokenizer
 
 from pagedkv import BatchGenerator, PagedKVCache, PrefixStore
 from pagedkv.errors import UnsupportedModelError, WrongModelError
 from pagedkv.hf import PagedCache
-from pagedkv.hf import packed_weights as module
+from pagedkv.hf import blocked_weights as module
 from pagedkv.hf.blocked_weights import packed_weights
 from pagedkv.hf.model import cache_config
 from pagedkv.kernels.c import eight_bits
 from tests.hf.own import own_model
+from tests.hf.test_blocked_weights import SHORT, SIZES, assert_as_before, tokens_of
 from tests.hf.tiny import prompts, tiny
 
 MISSING = eight_bits.why_not(torch.float32)
