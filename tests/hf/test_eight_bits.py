@@ -49,7 +49,7 @@ def test_all_but_embeddings_and_the_head_have_8_bits_until_the_generator_is_clos
         assert batched.packed_bytes == sum(one.packed.nbytes for one in kept.values())
     del kept, eight
     assert_as_before(model)
-    assert module._SHARED[model]() is None
+    assert not module._kept(model)
     assert all(torch.equal(before[name], own) for name, own in model.state_dict().items())
 
 
