@@ -186,7 +186,7 @@ def test_two_generators_share_the_packing_and_the_last_one_takes_it_along():
     assert [len(tokens) for tokens in tokens_of(two, prompts(9, 5))] == [6, 6]
     assert len(expected) == 2
     two.close()
-    assert module._SHARED[model]() is None
+    assert not module._kept(model)
 
 
 def test_a_head_that_is_the_embedding_is_packed_and_stays_the_embedding(products):
@@ -371,7 +371,7 @@ def test_weights_are_packed_by_themselves_while_a_generator_is_open(products):
         plain.cache.clear_prefixes()
         assert plain.packed_bytes == 0
         assert tokens_of(plain, rows) == changed
-    assert module._SHARED[model]() is None
+    assert not module._kept(model)
     assert_as_before(model)
 
 
@@ -406,7 +406,7 @@ def test_by_themselves_nothing_is_said_of_what_cannot_be_packed(reason):
 
 
 def test_where_an_allocation_fails_after_all_it_runs_unpacked_and_says_so(monkeypatch):
-    def fail(weight):
+    def fail(weight, by_c):
         raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
 
     monkeypatch.setattr(module, "pack", fail)
