@@ -9,6 +9,7 @@ import argparse
 import asyncio
 import sys
 from pathlib import Path
+from textwrap import fill
 from typing import Any
 
 from pagedkv import BatchGenerator
@@ -26,7 +27,7 @@ async def chat(live: Any, name: str) -> None:
     async for event in live.add(messages, max_new_tokens=60, do_sample=False):
         text += event.text
         if event.finish_reason or text.endswith((".", "!")):
-            print(f"{name}: {text.strip()}")
+            print(fill(f"{name}: {text.strip()}", 100))
             text = ""
 
 
