@@ -9,23 +9,30 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable, Sequence
 
 from pagedkv.arrays import Ints
+from pagedkv.pages.salts import Salt, shared_tokens, up_to
 
 
-def by_prefix(texts: Sequence[Ints], salts: Iterable[Hashable], page: int) -> list[int]:
+def by_prefix(texts: Sequence[Ints], salts: Sequence[Salt], page: int) -> list[int]:
     """The places of prompts in an order in which prefixes stand together.
 
     Args:
         texts: ids of each.
-        salts: of each; only those under one salt share anything.
+        salts: of each; texts share what is under equal ones.
         page: ids of a page; what is shorter does not count.
     """
     found: list[int] = []
-    left = _parted(range(len(texts)), salts)
+    left = _parted(range(len(texts)), (up_to(salt, page) for salt in salts))
     while left:
         alike = left.pop()
-        first, *others = (texts[i] for i in alike)
-        depth = min((_shared(first, other) for other in others), default=0) // page * page
-        parts = _parted(alike, (texts[i][depth : depth + page].tobytes() for i in alike))
+        first, *others = alike
+        same = (
+            min(_shared(texts[first], texts[i]), shared_tokens(salts[first], salts[i], page))
+            for i in others
+        )
+        depth = min(same, default=0) // page * page
+        end = depth + page
+        keys = ((up_to(salts[i], end), texts[i][depth:end].tobytes()) for i in alike)
+        parts = _parted(alike, keys)
         if len(alike) < 3 or len(parts) == 1:
             found += alike
         else:

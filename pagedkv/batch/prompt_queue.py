@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from pagedkv.pages.salts import up_to
 from pagedkv.ranks import Ranks, spelled
 
 from .order import by_prefix
@@ -129,7 +128,7 @@ class PromptQueue:
         read = [*self._read]
         nothing = np.empty(0, int)
         texts = [nothing if isinstance(one.prompt, Unread) else one.prompt for one in read]
-        salts = [up_to(one.own["salt"], page_size) for one in read]
+        salts = [one.own["salt"] for one in read]
         self._read = deque(read[i] for i in by_prefix(texts, salts, page_size))
 
     def put(self, coming: Coming) -> None:

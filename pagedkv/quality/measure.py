@@ -259,7 +259,7 @@ def verdict_of(kl: Iterable[float], recalled: float | None, most_kl: float = MOS
     """Returns the verdict on distances on some texts, and on the share that is recalled."""
     if recalled is not None and recalled < LEAST_RECALL:
         return FORGETS
-    return VISIBLE if max(kl) > most_kl else GOOD
+    return GOOD if all(each <= most_kl for each in kl) else VISIBLE  # what is no number is not good
 
 
 def _recalled(

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from math import inf
+from math import inf, isnan
 from typing import Any
 
 import torch
@@ -111,7 +111,7 @@ def promise_of(
             group = [windows[i] for i in places[at : at + TOGETHER]]
             readings = compare(model, [ways[name][0] for name in names], group)
             for kl, of_way in zip(found.values(), readings):
-                kl += [max(0.0, reading.mean_kl) for reading in of_way.values()]
+                kl += [_distance(reading.mean_kl) for reading in of_way.values()]
             done += tokens_of(group) * (1 + len(names))
             left = places[at + TOGETHER :] + to_come
             tell(done, done + tokens_of([windows[i] for i in left]) * (1 + len(names)))
@@ -170,6 +170,11 @@ def share_held(kl: Tensor, at_most: float) -> float:
     off = (drawn.mean(1) - kl.double().mean()) / drawn.std(1).clamp(min=1e-12)
     means = kl.double().mean() - off * kl.double().std()
     return (means <= at_most).double().mean().item()
+
+
+def _distance(kl: float) -> float:
+    """A KL without its rounding below zero; what is no number is as far as can be."""
+    return inf if isnan(kl) else max(0.0, kl)
 
 
 def _seeded() -> torch.Generator:

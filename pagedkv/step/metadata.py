@@ -213,9 +213,9 @@ class StepMetadata(StepTensors):
             ends = self.kv_lens_of(group)
             if int(self.num_new.max()) == 1:  # one chunk a row; a graph may replay it
                 step.kv_lens_host = (ends - 1) % chunk + 1
-                step._kv_lens = ((self.kv_lens(group) - 1).remainder(chunk) + 1).int()
-                first = ((self.kv_lens(group) - step._kv_lens) // size).long()
-                whole = self.page_table(group)
+                lens, whole = self.kv_lens(group), self.page_table(group)
+                before = (lens - 1).clamp(min=0) // chunk * chunk  # a row that only fills has none
+                step._kv_lens, first = lens - before, (before // size).long()
                 if self.bounded:
                     step.kv_lens_host = np.full(len(ends), min(chunk, int(ends.max())))
             else:

@@ -18,6 +18,7 @@ from pagedkv import BatchGenerator, CacheConfig, PagedKVCache
 from pagedkv.batch.graphs import DecodeGraphs, capture, padded_size
 from pagedkv.kernels.triton import shared_prefix
 from tests.effort import few
+from tests.hf.tiny import tiny
 from tests.hf.zoo import built
 
 SHAPE = {
@@ -137,8 +138,15 @@ def test_jobs_of_other_sizes_capture_their_own_steps():
     assert [r.tokens for r in got] == [r.tokens for r in expected]
 
 
-def test_rows_that_only_fill_a_captured_step_read_and_write_nothing():
-    model, recorder = llama(), Recorder()
+def in_chunks(layers=1):
+    own = {"num_hidden_layers": layers, "layer_types": ["chunked_attention"] * layers}
+    own |= {"no_rope_layers": [1] * layers, "interleave_moe_layer_step": layers + 1}
+    return tiny("llama4", **own, moe_layers=[], head_dim=16)
+
+
+@pytest.mark.parametrize("make", [llama, in_chunks])
+def test_rows_that_only_fill_a_captured_step_read_and_write_nothing(make):
+    model, recorder = make(), Recorder()
     prompts, lengths = [[row + 1, 7, 3] for row in range(10)], [2, *[4] * 9]  # then 9 rows of 10
     with generator(model, max_sequences=16) as plain:
         expected = plain.generate(prompts, max_new_tokens=lengths)

@@ -4,6 +4,7 @@ import numpy as np
 
 from pagedkv import BatchGenerator
 from pagedkv.batch.order import by_prefix
+from pagedkv.pages.salts import up_to
 from pagedkv.planner.shards import own_tokens
 from tests.batch.letters import tokens
 from tests.effort import examples, sampled
@@ -25,9 +26,16 @@ def test_the_order_is_that_of_the_first_at_every_page():
     for seed in range(examples(50)):
         source = np.random.default_rng(seed)
         ids = [source.integers(0, 2, source.integers(0, 9)) for _ in range(30)]
-        salts, page = source.integers(0, 2, 30).tolist(), 2
+        regions = [b"", b"one", ((0, b""), (3, b"one")), ((0, b""), (3, b"one"), (6, b"other"))]
+        salts, page = [regions[i] for i in source.integers(0, 4, 30)], 2
         pieces = [
-            [salt, *(text[k : k + page].tolist() for k in range(0, len(text) + page, page))]
+            [
+                up_to(salt, page),
+                *(
+                    (up_to(salt, k + page), text[k : k + page].tolist())
+                    for k in range(0, len(text) + page, page)
+                ),
+            ]
             for salt, text in zip(salts, ids)
         ]
 

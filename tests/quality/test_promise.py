@@ -108,3 +108,13 @@ def test_a_wish_is_granted_by_the_smallest_that_holds_and_progress_ends_where_it
 
 def test_a_way_without_any_distance_holds_in_all_draws():
     assert share_held(torch.zeros(16), 1e-9) == 1.0
+
+
+def test_predictions_that_are_no_numbers_are_neither_good_nor_promised(model):
+    """As where float16 overflows; a maximum with 0 would make a KL of 0 of them."""
+    with torch.no_grad():
+        model.lm_head.weight[3] = torch.nan
+    text, ways = {"text": LONG[: 128 * LEAST_WINDOWS]}, [Variant("int8", {"kv_format": "int8"})]
+    found = measure_quality(model, Letters(), ways, text, length=128, at_most=0.05)
+    assert found.promise.chosen is None
+    assert [each.verdict for each in found.variants] != ["good"]
