@@ -23,8 +23,10 @@ from pagedkv.kernels.torch import packed_product as in_torch
 from pagedkv.ranks import ranks_of
 from pagedkv.storage.memory import available_memory
 
+from .activations import is_plain
 from .adapters import parts_of
 from .fingerprint import Seen, snapshot
+from .model import text_config
 from .norms import NormForward, norms_of
 from .swapped import Swapped
 from .telling import warn
@@ -84,6 +86,14 @@ def packed_weights(model: PreTrainedModel, by_c: bool = False) -> PackedWeights:
     return found
 
 
+# Families of which tests hold that a row has the same bits in any batch. Others may have operations
+# of their own that round by place, as torch's sigmoid does at the end of a tensor.
+SAME_BITS = frozenset(
+    "cohere gemma2 gemma3_text gpt_neox granite llama mistral olmo2 phi phi3 qwen2 qwen3 smollm3 "
+    "starcoder2".split()
+)
+
+
 def why_rows_differ(model: PreTrainedModel) -> str | None:
     """Why products of a row may depend on others although C multiplies; None where they do not."""
     if reason := in_c.why_not(torch.float32):
@@ -96,6 +106,10 @@ def why_rows_differ(model: PreTrainedModel) -> str | None:
         own = [x for x in part.parameters(recurse=False) if x.dim() > 1]
         if own and not _is_packable(part) and not isinstance(part, nn.Embedding):
             return f"{path} is a {type(part).__name__}, which torch multiplies"
+    if (family := text_config(model).model_type) not in SAME_BITS:
+        return f"no test holds the same bits for {family}"
+    if not any(map(is_plain, model.modules())):
+        return "its activation is no module of torch or transformers"
     return None
 
 
