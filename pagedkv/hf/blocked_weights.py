@@ -89,8 +89,7 @@ def packed_weights(model: PreTrainedModel, by_c: bool = False) -> PackedWeights:
 # Families of which tests hold that a row has the same bits in any batch. Others may have operations
 # of their own that round by place, as torch's sigmoid does at the end of a tensor.
 SAME_BITS = frozenset(
-    "cohere gemma2 gemma3_text gpt_neox granite llama mistral olmo2 phi phi3 qwen2 qwen3 smollm3 "
-    "starcoder2".split()
+    ["cohere", "gemma2", "gemma3_text", "gpt_neox", "granite", "llama", "mistral", "olmo2", "phi", "phi3", "qwen2", "qwen3", "smollm3", "starcoder2"]
 )
 
 

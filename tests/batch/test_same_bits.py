@@ -79,7 +79,7 @@ def test_rows_of_a_language_model_have_their_bits_in_any_batch(dtype, smollm2_pa
 
 @pytest.mark.parametrize("threads", [1, 3])
 def test_no_width_has_an_end_that_is_rounded_otherwise(threads):
-    """torch computes the end of a tensor, or of a thread's share, number by number."""
+    """Torch computes the end of a tensor, or of a thread's share, number by number."""
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
