@@ -89,7 +89,8 @@ class Activations:
 def is_plain(module: nn.Module) -> bool:
     """Whether a module is an activation that computes each number from itself."""
     held = len(module._parameters) + len(module._modules) + len(module._buffers)
-    return type(module) in _PLAIN and not held and "forward" not in vars(module)
+    forward = vars(module).get("forward")  # in the middle of a step it is ours
+    return type(module) in _PLAIN and not held and isinstance(forward, (_Forward, type(None)))
 
 
 class _Forward:

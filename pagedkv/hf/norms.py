@@ -20,7 +20,7 @@ from pagedkv.kernels.torch import rms_norm as twin
 from pagedkv.kernels.torch.rms_norm import bounds
 
 from .fingerprint import Seen
-from .swapped import Swapped
+from .swapped import Swapped, is_its_own
 
 How = tuple[float, float, bool]  # eps, what is added to weights, whether rows are rounded before
 
@@ -33,6 +33,8 @@ class NormForward(Swapped):
         self.how, self.state = how, _state_of(module)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if other := self.other():
+            return other(*args, **kwargs)
         x: Any = args[0] if len(args) == 1 and not kwargs else None
         if not self.serves(x):
             return type(self.module).forward(self.module, *args, **kwargs)
@@ -76,12 +78,12 @@ def _may_be_one(module: nn.Module) -> bool:
         and why_not(weight.dtype) is None
         and len(module._parameters) + len(module._modules) + len(module._buffers) == 1
         and len(_small_numbers(module)) == 1
-        and "forward" not in vars(module)
+        and is_its_own(module)
         and all(_is_fixed(own) for name, own in vars(module).items() if name not in _OF_ALL)
     )
 
 
-_OF_ALL = frozenset(vars(nn.Module()))
+_OF_ALL = frozenset(vars(nn.Module())) | {"forward"}
 _FIXED = {int, float, bool, str, type(None), FunctionType, torch.dtype, torch.device, torch.Size}
 
 
@@ -140,7 +142,10 @@ def _state_of(module: nn.Module) -> dict[str, Any]:
     kinds = type(module).__mro__
     own = ((i, kind) for i, kind in enumerate(kinds[: kinds.index(nn.Module)]))
     of_class = {f"{i}.{name}": value for i, kind in own for name, value in vars(kind).items()}
-    return {"": type(module), "()": type(module).forward, **of_class, **vars(module)}
+    state = {"": type(module), "()": type(module).forward, **of_class, **vars(module)}
+    if is_its_own(module):  # in the middle of a step as well
+        state.pop("forward", None)
+    return state
 
 
 def _equal(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:

@@ -16,7 +16,7 @@ from torch.nn.utils import prune
 from pagedkv import BatchGenerator, plan_memory
 from pagedkv.errors import UnsupportedModelError
 from pagedkv.hf import blocked_weights as module
-from pagedkv.hf.blocked_weights import PackedForward, packed_weights
+from pagedkv.hf.blocked_weights import PackedForward, packed_weights, why_rows_differ
 from pagedkv.hf.model import cache_config
 from tests.batch.generating import assert_like_alone, ragged
 from tests.effort import few
@@ -186,7 +186,7 @@ def test_two_generators_share_the_packing_and_the_last_one_takes_it_along():
     assert [len(tokens) for tokens in tokens_of(two, prompts(9, 5))] == [6, 6]
     assert len(expected) == 2
     two.close()
-    assert module._SHARED[model]() is None
+    assert module._SHARED[model][False]() is None
 
 
 def test_a_head_that_is_the_embedding_is_packed_and_stays_the_embedding(products):
@@ -371,7 +371,7 @@ def test_weights_are_packed_by_themselves_while_a_generator_is_open(products):
         plain.cache.clear_prefixes()
         assert plain.packed_bytes == 0
         assert tokens_of(plain, rows) == changed
-    assert module._SHARED[model]() is None
+    assert module._SHARED[model][False]() is None
     assert_as_before(model)
 
 
@@ -406,7 +406,7 @@ def test_by_themselves_nothing_is_said_of_what_cannot_be_packed(reason):
 
 
 def test_where_an_allocation_fails_after_all_it_runs_unpacked_and_says_so(monkeypatch):
-    def fail(weight):
+    def fail(weight, by_c):
         raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
 
     monkeypatch.setattr(module, "pack", fail)
@@ -429,3 +429,59 @@ def test_dynamic_quantization_is_warned_of():
         model = torch.ao.quantization.quantize_dynamic(tiny(), {nn.Linear})
     with pytest.warns(UserWarning, match="quantize_dynamic"):
         BatchGenerator(model, **SIZES).close()
+
+
+@torch.no_grad()
+def test_a_step_goes_on_as_it_began_while_weights_are_looked_at_again(monkeypatch):
+    """A generator that is begun beside it does so, in another thread."""
+    model = tiny()
+    weights = packed_weights(model)
+    parts = [part for part in model.modules() if part in {*weights._forwards, *weights._norms}]
+    seen, snapshot = [], module.snapshot
+
+    def watched(model):
+        seen.append([vars(part).get("forward") for part in parts])
+        return snapshot(model)
+
+    with weights.acting():
+        before = [vars(part)["forward"] for part in parts]
+        monkeypatch.setattr(module, "snapshot", watched)
+        assert packed_weights(model) is weights
+        assert why_rows_differ(model) is None
+        assert seen == [before] == [[vars(part)["forward"] for part in parts]]
+        model.lm_head.weight.mul_(2)
+        weights.refresh()
+        x = torch.randn(3, 32)
+        torch.testing.assert_close(model.lm_head(x), x @ model.lm_head.weight.T)
+        assert vars(model.lm_head)["forward"] is weights._forwards[model.lm_head]
+    assert not any("forward" in vars(part) for part in parts)
+
+
+@torch.no_grad()
+def test_weights_of_two_kinds_act_each_in_its_own_thread():
+    """Of bfloat16 `batch_invariant` has its own, beside those of torch's operators."""
+    model = tiny().to(torch.bfloat16)
+    kinds = [packed_weights(model, by_c) for by_c in (False, True)]
+    layer, x = model.lm_head, torch.randn(3, 32).bfloat16()
+    wanted = [module.product(x, kind._forwards[layer].packed, None) for kind in kinds]
+    for one, other in ((0, 1), (1, 0)):
+        found, turns = [], threading.Barrier(2)
+
+        @torch.no_grad()
+        def beside(other=other, found=found, turns=turns):
+            with kinds[other].acting():
+                found.append(layer(x))
+                turns.wait()
+                turns.wait()
+                found.append(layer(x))
+
+        thread = threading.Thread(target=beside)
+        with kinds[one].acting():
+            thread.start()
+            turns.wait()
+            assert torch.equal(layer(x), wanted[one])
+        turns.wait()
+        thread.join()
+        assert torch.equal(found[0], wanted[other])
+        assert torch.equal(found[1], wanted[other])
+        assert "forward" not in vars(layer)
