@@ -44,7 +44,7 @@ def activations_of(model: PreTrainedModel) -> Activations:
 
 
 def in_whole_vectors(compute: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """What a function of single numbers gives, each computed as if it stood in a full vector."""
+    """Applies a function of single numbers, each computed as if it stood in a full vector."""
     flat = x.reshape(-1)
     if len(flat) <= ALONE and not len(flat) % VECTORS:
         return compute(flat).view(x.shape)
