@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from copy import copy
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -21,6 +21,7 @@ from pagedkv.arrays import Ints
 from pagedkv.cache.cache import PagedKVCache
 from pagedkv.config import field_of
 from pagedkv.errors import ModelChangedError, UnsupportedModelError
+from pagedkv.hf.activations import activations_of
 from pagedkv.hf.adapters import state_of, without_adapters
 from pagedkv.hf.attach import attach_packed, detach_later
 from pagedkv.hf.blocked_weights import (
@@ -256,13 +257,13 @@ class PackedModel:
             self.kv = pages_for(model, cache, plan, max_tokens, fields, self._rounded)
             if batch_invariant:
                 _require_invariant(model, self.kv, pack_weights)
-                self.kv._storage.reads_prefixes = False
             elif pack_weights == "auto":
                 weights = weights_for(model, plan, self.kv.config.nbytes)
         except BaseException:
             self.detach()
             raise
         self._weights, self._asked_to_pack = weights, asked
+        self._activations = activations_of(model) if batch_invariant else None
         warn_of_dynamic_quantization(model)
         self._warn_unpacked()
         self.model, self._kind = model, kind_of(model)
@@ -305,6 +306,7 @@ class PackedModel:
         carrier = self.carrier
         carrier.opened, carrier.complete = step, False
         carrier.entered.clear()
+        step.reads_prefixes = self._activations is None
         rows = step.last_rows if rows is None else rows
         every_row = len(rows) == step.num_tokens
         keep: dict[str, Any] = {}
@@ -327,8 +329,13 @@ class PackedModel:
         # A forward that takes any argument may have dropped the one that asks for fewer.
         return logits if len(logits) == len(rows) else logits[rows]
 
-    def _acting(self) -> AbstractContextManager[None]:
-        return nullcontext() if self._weights is None else self._weights.acting()
+    @contextmanager
+    def _acting(self) -> Iterator[None]:
+        parts = (part for part in (self._weights, self._activations) if part is not None)
+        with ExitStack() as stack:
+            for part in parts:
+                stack.enter_context(part.acting())
+            yield
 
     def take_over(self) -> None:
         """Separates the prefixes of models that use the same pages."""
@@ -406,7 +413,7 @@ class PackedModel:
     def close(self) -> None:
         """Takes back the switch to paged attention. Idempotent."""
         self.detach()
-        self._weights = None
+        self._weights = self._activations = None
 
 
 def _require_invariant(model: PreTrainedModel, kv: PagedKVCache, pack_weights: object) -> None:

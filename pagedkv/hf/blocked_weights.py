@@ -28,10 +28,12 @@ from pagedkv.kernels.torch import packed_product as in_torch
 from pagedkv.ranks import ranks_of
 from pagedkv.storage.memory import available_memory
 
+from .activations import is_plain
 from .adapters import parts_of
 from .fingerprint import Seen, snapshot
+from .model import text_config
 from .norms import NormForward, norms_of
-from .swapped import Swapped
+from .swapped import Swapped, is_its_own
 from .telling import warn
 
 if TYPE_CHECKING:
@@ -116,6 +118,14 @@ def packed_weights(model: PreTrainedModel, bits: int = 16, by_c: bool = False) -
     return found
 
 
+# Families of which tests hold that a row has the same bits in any batch. Others may have operations
+# of their own that round by place, as torch's sigmoid does at the end of a tensor.
+SAME_BITS = {
+    *("cohere", "gemma2", "gemma3_text", "gpt_neox", "granite", "llama", "mistral", "olmo2"),
+    *("phi", "phi3", "qwen2", "qwen3", "smollm3", "starcoder2"),
+}
+
+
 def why_rows_differ(model: PreTrainedModel) -> str | None:
     """Why products of a row may depend on others although C multiplies; None where they do not."""
     if reason := in_c.why_not(torch.float32):
@@ -128,6 +138,10 @@ def why_rows_differ(model: PreTrainedModel) -> str | None:
         own = [x for x in part.parameters(recurse=False) if x.dim() > 1]
         if own and not _is_packable(part) and not isinstance(part, nn.Embedding):
             return f"{path} is a {type(part).__name__}, which torch multiplies"
+    if (family := text_config(model).model_type) not in SAME_BITS:
+        return f"no test holds the same bits for {family}"
+    if not any(map(is_plain, model.modules())):
+        return "its activation is no module of torch or transformers"
     return None
 
 
@@ -144,7 +158,7 @@ class PackedWeights:
         self.model, self.bits, self.by_c = model, bits, by_c
         self._forwards: dict[nn.Linear, PackedForward] = {}
         self._norms: dict[nn.Module, NormForward] = {}
-        self._sites: list[tuple[dict[str, Any], Swapped]] = []
+        self._sites: list[Swapped] = []
         self._threads: list[int] = []
         self._lock = Lock()
         self._warned = False
@@ -156,13 +170,19 @@ class PackedWeights:
         return sum(sizes.values())
 
     def refresh(self) -> None:
-        """Packs what has changed since it was packed, or was not there; see `fingerprint.py`."""
+        """Packs what has changed since it was packed, or was not there; see `fingerprint.py`.
+
+        Others may be in the middle of a step: what has not changed stays where it is meanwhile, or
+        some of their rows would be computed otherwise than the rest.
+        """
         with self._lock:
-            self._take_back()
+            before = self._sites
             try:
                 self._pack()
             finally:
-                if self._threads:  # others are in the middle of a step
+                kept = {*map(id, self._sites)}
+                self._take_back([forward for forward in before if id(forward) not in kept])
+                if self._threads:
                     self._put_in()
 
     def _pack(self) -> None:
@@ -187,8 +207,7 @@ class PackedWeights:
             self._forwards[layer] = forward
         weights = {part: now.get(f"{path}.weight") for path, part, other in parts if not other}
         self._norms = norms_of(weights, self._norms, self._threads)
-        forwards: Iterable[Swapped] = chain(self._forwards.values(), self._norms.values())
-        self._sites = [(vars(forward.module), forward) for forward in forwards]
+        self._sites = list(chain(self._forwards.values(), self._norms.values()))
 
     @contextmanager
     def acting(self) -> Iterator[None]:
@@ -203,16 +222,15 @@ class PackedWeights:
             with self._lock:
                 self._threads.remove(get_ident())
                 if not self._threads:
-                    self._take_back()
+                    self._take_back(self._sites)
 
     def _put_in(self) -> None:
-        for own, forward in self._sites:
-            own.setdefault("forward", forward)  # unless other code has put one there
+        for forward in self._sites:
+            forward.put_in()
 
-    def _take_back(self) -> None:
-        for own, forward in self._sites:
-            if own.get("forward") is forward:
-                del own["forward"]
+    def _take_back(self, sites: Iterable[Swapped]) -> None:
+        for forward in sites:
+            forward.take_back()
 
     def warn(self) -> None:
         """Warns, once, where no layer is packed."""
@@ -269,6 +287,8 @@ class PackedForward(Swapped):
 
     def __call__(self, input: Tensor) -> Tensor:
         """`nn.Linear.forward`."""
+        if other := self.other():
+            return other(input)
         if not self.serves(input) or not _has_bias_for(self.module, self.weight):
             return nn.Linear.forward(self.module, input)
         return product(input, self.packed, self.module.bias)
@@ -301,7 +321,7 @@ def why_not(dtype: torch.dtype) -> str | None:
 
 def _is_packable(layer: nn.Module) -> bool:
     """Whether a layer is a plain `nn.Linear` whose weights no other code changes."""
-    if type(layer) is not nn.Linear or "forward" in vars(layer):
+    if type(layer) is not nn.Linear or not is_its_own(layer):
         return False
     weight = layer._parameters.get("weight")
     return (

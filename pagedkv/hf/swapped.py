@@ -6,13 +6,21 @@ dtype, another thread, autocast, gradients, torch's compiler.
 
 from __future__ import annotations
 
-from threading import get_ident
+from threading import Lock, get_ident
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from .fingerprint import Seen
+
+_SITES = Lock()  # of all models: packed weights of two kinds may come and go at once
+
+
+def is_its_own(module: nn.Module) -> bool:
+    """Whether the forward of a module is that of its class, or stands in for it during a step."""
+    forward = vars(module).get("forward")
+    return forward is None or isinstance(forward, Swapped)
 
 
 class Swapped:
@@ -23,6 +31,7 @@ class Swapped:
         threads: those that compute a step.
     """
 
+    under: Any = None  # of packed weights of another kind, whose threads it lets through
     is_of_class = True  # for `placement.is_plain`: it computes what the module's class does
 
     def __init__(self, module: nn.Module, seen: Seen, threads: list[int]) -> None:
@@ -30,6 +39,38 @@ class Swapped:
         weight = seen.tensor()
         assert weight is not None
         self.weight, self.dtype = weight, weight.dtype
+
+    def put_in(self) -> None:
+        """Stands in for the module's forward, unless other code has put one there."""
+        own = vars(self.module)
+        with _SITES:
+            at = first = own.get("forward")
+            while isinstance(at, Swapped) and at is not self:
+                at = at.under
+            if at is None:
+                self.under = first
+                own["forward"] = self
+
+    def take_back(self) -> None:
+        """Undoes `put_in`."""
+        own = vars(self.module)
+        with _SITES:
+            at = own.get("forward")
+            if at is self:
+                if self.under is None:
+                    del own["forward"]
+                else:
+                    own["forward"] = self.under
+                return
+            while isinstance(at, Swapped):
+                if at.under is self:
+                    at.under = self.under
+                    return
+                at = at.under
+
+    def other(self) -> Any:
+        """The one under it, in whose thread it is called."""
+        return None if get_ident() in self.threads else self.under
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copies and saves a model in the middle of a step with the forward that is its own."""

@@ -57,6 +57,8 @@ class StepMetadata(StepTensors):
         self.seqs = seqs
         self.backend = backend  # of attention, by name
         self.wrote: list[int] = []  # layers that wrote, one entry for each time
+        # Whether a processor may attend to a prefix once for all rows: it changes their last bits.
+        self.reads_prefixes = True
         self.bounded = False  # counts on the host are upper bounds, not the step's own numbers
         self.shared: dict[int, Any] = {}  # in a bounded step, by group, work of common prefixes
         # How many last queries of each row are watched for `observer`; None: none.

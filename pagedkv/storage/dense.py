@@ -39,10 +39,6 @@ class DenseStorage:
     Args:
         layers: whose pages these are; default all. Groups keep their numbers.
 
-    Attributes:
-        reads_prefixes: whether a processor may attend to a prefix once for all rows that have it,
-            which changes their last bits.
-
     Raises:
         NotImplementedError: the backend has no kernels for the dtype or the head dim.
         BudgetExceeded: the pages do not fit; nothing was allocated.
@@ -55,7 +51,7 @@ class DenseStorage:
         backend: str,
         layers: Collection[int] | None = None,
     ) -> None:
-        self.device, self.reads_prefixes = device, True
+        self.device = device
         self._kernels = _page_kernels(backend)
         self.dtype = DTYPES[config.dtype]
         self.page_size = config.page_size

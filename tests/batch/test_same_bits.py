@@ -9,16 +9,22 @@ import pytest
 pytest.importorskip("transformers")
 
 import torch
+from torch import nn
 from transformers import AutoModelForCausalLM
 
 from pagedkv import BatchGenerator
 from pagedkv.errors import UnsupportedModelError
 from pagedkv.hf import blocked_weights
+from pagedkv.hf.activations import in_whole_vectors
+from pagedkv.hf.blocked_weights import SAME_BITS
 from pagedkv.kernels.c.library import missing
+from tests.effort import few
 from tests.hf.tiny import tiny
 
 pytestmark = pytest.mark.skipif(bool(missing()), reason=missing() or "there is a library")
 
+FAMILIES = "cohere", "gemma2", "gemma3", "gpt_neox", "granite", "llama", "mistral", "olmo2"
+FAMILIES += "phi", "phi3", "qwen2", "qwen3", "smollm3", "starcoder2"
 WIDE = {"hidden_size": 64, "intermediate_size": 96, "vocab_size": 101}
 OPTIONS = {"max_new_tokens": 6, "do_sample": False, "logprobs": True}
 # Sizes of a batch, each of which once changed last bits.
@@ -71,6 +77,26 @@ def test_rows_of_a_language_model_have_their_bits_in_any_batch(dtype, smollm2_pa
     assert_same_bits(model, 1100, WAYS)
 
 
+@pytest.mark.parametrize("threads", [1, 3])
+def test_no_width_has_an_end_that_is_rounded_otherwise(threads):
+    """Torch computes the end of a tensor, or of a thread's share, number by number."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        odd = {"hidden_size": 48, "intermediate_size": 77, "head_dim": 12}
+        assert_same_bits(tiny("llama", **odd), 40, WAYS[:1])
+        for module in (nn.SiLU(), nn.GELU(approximate="tanh")):
+            for dtype, width in ((torch.float32, 96), (torch.bfloat16, 96), (torch.float32, 77)):
+                x = torch.randn(1, 777, width).mul(4).to(dtype)
+                out = in_whole_vectors(module, x)
+                torch.testing.assert_close(out, module(x))
+                for row in range(0, 777, 7):
+                    alone = in_whole_vectors(module, x[:, row : row + 1])
+                    assert torch.equal(alone, out[:, row : row + 1])
+    finally:
+        torch.set_num_threads(before)
+
+
 def test_a_product_that_depends_on_its_rows_is_found(monkeypatch):
     model, product = tiny("llama", **WIDE), blocked_weights.product
 
@@ -94,6 +120,27 @@ def test_a_product_that_depends_on_its_rows_is_found(monkeypatch):
 def test_what_would_change_bits_is_refused(fields, reason):
     with pytest.raises(UnsupportedModelError, match=f"batch_invariant: expected False, .*{reason}"):
         BatchGenerator(tiny("llama", head_dim=16), max_tokens=512, batch_invariant=True, **fields)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("family", few(FAMILIES, "gemma3", "phi3"))
+def test_every_family_that_is_not_refused_has_its_bits(family, dtype):
+    odd = {"hidden_size": 48, "intermediate_size": 77}
+    assert_same_bits(tiny(family, **odd).to(dtype), 40, WAYS)
+
+
+def test_families_that_no_test_holds_are_refused():
+    assert {tiny(family).config.get_text_config().model_type for family in FAMILIES} == SAME_BITS
+    with pytest.raises(UnsupportedModelError, match="no test holds the same bits for stablelm"):
+        BatchGenerator(tiny("stablelm"), max_tokens=512, batch_invariant=True)
+
+
+def test_an_activation_that_is_unknown_is_refused():
+    model = tiny("llama")
+    for layer in model.model.layers:
+        layer.mlp.act_fn = type("Own", (nn.SiLU,), {})()
+    with pytest.raises(UnsupportedModelError, match="its activation is no module of"):
+        BatchGenerator(model, max_tokens=512, batch_invariant=True)
 
 
 def test_experts_that_torch_multiplies_are_refused():

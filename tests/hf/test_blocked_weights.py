@@ -16,7 +16,7 @@ from torch.nn.utils import prune
 from pagedkv import BatchGenerator, plan_memory
 from pagedkv.errors import UnsupportedModelError
 from pagedkv.hf import blocked_weights as module
-from pagedkv.hf.blocked_weights import PackedForward, packed_weights
+from pagedkv.hf.blocked_weights import PackedForward, packed_weights, why_rows_differ
 from pagedkv.hf.model import cache_config
 from tests.batch.generating import assert_like_alone, ragged
 from tests.effort import few
@@ -429,3 +429,59 @@ def test_dynamic_quantization_is_warned_of():
         model = torch.ao.quantization.quantize_dynamic(tiny(), {nn.Linear})
     with pytest.warns(UserWarning, match="quantize_dynamic"):
         BatchGenerator(model, **SIZES).close()
+
+
+@torch.no_grad()
+def test_a_step_goes_on_as_it_began_while_weights_are_looked_at_again(monkeypatch):
+    """A generator that is begun beside it does so, in another thread."""
+    model = tiny()
+    weights = packed_weights(model)
+    parts = [part for part in model.modules() if part in {*weights._forwards, *weights._norms}]
+    seen, snapshot = [], module.snapshot
+
+    def watched(model):
+        seen.append([vars(part).get("forward") for part in parts])
+        return snapshot(model)
+
+    with weights.acting():
+        before = [vars(part)["forward"] for part in parts]
+        monkeypatch.setattr(module, "snapshot", watched)
+        assert packed_weights(model) is weights
+        assert why_rows_differ(model) is None
+        assert seen == [before] == [[vars(part)["forward"] for part in parts]]
+        model.lm_head.weight.mul_(2)
+        weights.refresh()
+        x = torch.randn(3, 32)
+        torch.testing.assert_close(model.lm_head(x), x @ model.lm_head.weight.T)
+        assert vars(model.lm_head)["forward"] is weights._forwards[model.lm_head]
+    assert not any("forward" in vars(part) for part in parts)
+
+
+@torch.no_grad()
+def test_weights_of_two_kinds_act_each_in_its_own_thread():
+    """Of bfloat16 `batch_invariant` has its own, beside those of torch's operators."""
+    model = tiny().to(torch.bfloat16)
+    kinds = [packed_weights(model, by_c=by_c) for by_c in (False, True)]
+    layer, x = model.lm_head, torch.randn(3, 32).bfloat16()
+    wanted = [module.product(x, kind._forwards[layer].packed, None) for kind in kinds]
+    for one, other in ((0, 1), (1, 0)):
+        found, turns = [], threading.Barrier(2)
+
+        @torch.no_grad()
+        def beside(other=other, found=found, turns=turns):
+            with kinds[other].acting():
+                found.append(layer(x))
+                turns.wait()
+                turns.wait()
+                found.append(layer(x))
+
+        thread = threading.Thread(target=beside)
+        with kinds[one].acting():
+            thread.start()
+            turns.wait()
+            assert torch.equal(layer(x), wanted[one])
+        turns.wait()
+        thread.join()
+        assert torch.equal(found[0], wanted[other])
+        assert torch.equal(found[1], wanted[other])
+        assert "forward" not in vars(layer)

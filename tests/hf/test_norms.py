@@ -75,6 +75,22 @@ def with_a_limit(self, x):
     return rms_norm(x.clamp(-1e5, 1e5), self.weight, EPS, 0.0, True)
 
 
+def with_a_far_limit(self, x):
+    return llamas(self, x.clamp(-1e7, 1e7))
+
+
+def of_numbers_alone(self, x):
+    return llamas(self, x.nan_to_num(0.0, 0.0, 0.0))
+
+
+def another_for_one_token(self, x):
+    return llamas(self, x) * (2 if x.shape[-2] == 1 else 1)
+
+
+def another_for_three_dims(self, x):
+    return llamas(self, x) * (2 if x.dim() == 3 else 1)
+
+
 def counted(self, x):
     self.calls += 1
     return llamas(self, x)
@@ -98,7 +114,8 @@ def test_every_arithmetic_of_norms_is_told_apart(how, added, rounds, dtype):
 
 
 OTHERS = eps_behind_the_root, another_eps, around_the_mean, of_one_number_less, of_all_rows
-OTHERS += with_a_limit, counted, two_of_them, failing
+OTHERS += with_a_limit, counted, two_of_them, failing, with_a_far_limit, of_numbers_alone
+OTHERS += another_for_one_token, another_for_three_dims
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -196,3 +213,31 @@ def test_a_norm_is_looked_at_anew_when_it_has_changed(calls):
     norm.forward = lambda x: x
     weights.refresh()
     assert norm not in weights._norms
+
+
+@pytest.mark.parametrize("held", [[], {}, torch.ones(1), (1, [])], ids=str)
+def test_a_norm_that_holds_what_may_change_in_place_is_left_alone(held):
+    """It may record what passes, or depend on what it holds: no sign would tell that it changed."""
+    model = tiny()
+    norm = model.model.norm
+    vars(norm)["held"] = held
+    weights = packed_weights(model)
+    assert norm not in weights._norms
+    assert model.model.layers[0].input_layernorm in weights._norms
+
+
+def test_a_norm_is_looked_at_anew_when_a_method_of_its_class_has_changed(monkeypatch):
+    class Divided(type(tiny().model.norm)):
+        def forward(self, x):
+            return self.how(x)
+
+        def how(self, x):
+            return super().forward(x)
+
+    model = tiny()
+    model.model.norm.__class__ = Divided
+    weights = packed_weights(model)
+    assert model.model.norm in weights._norms
+    monkeypatch.setattr(Divided, "how", lambda self, x: 2 * x)
+    weights.refresh()
+    assert model.model.norm not in weights._norms

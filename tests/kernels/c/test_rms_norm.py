@@ -5,6 +5,7 @@ import torch
 
 from pagedkv.kernels.c.library import missing
 from pagedkv.kernels.c.rms_norm import TYPES, rms_norm, why_not
+from pagedkv.kernels.torch import rms_norm as twin
 from tests.kernels.c.calls import check_norms
 
 pytestmark = pytest.mark.skipif(bool(missing()), reason=missing() or "there is a library")
@@ -46,3 +47,14 @@ def test_what_is_no_number_stays_in_its_row(dtype):
 
 def test_other_dtypes_are_for_torch():
     assert why_not(torch.float16) == "expected float32 or bfloat16, got float16"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_what_is_no_number_comes_out_where_it_does_of_torch(dtype):
+    """The probe of a model's norms takes this for granted."""
+    x, weight = torch.randn(3, 40).to(dtype), torch.randn(40).to(dtype)
+    x[:, 7] = torch.tensor([torch.nan, torch.inf, -torch.inf])
+    for how in ((1e-5, added, rounds) for added in (0.0, 1.0) for rounds in (True, False)):
+        mine, its = rms_norm(x, weight, *how), twin.rms_norm(x, weight, *how)
+        assert torch.equal(mine.isnan(), its.isnan())
+        assert torch.equal(mine.nan_to_num(), its.nan_to_num())

@@ -1,0 +1,119 @@
+"""Activations of a model whose numbers do not depend on where in a tensor they stand.
+
+torch takes the end of a tensor, or of a thread's share of it, number by number, and then rounds
+otherwise than its vectors do. While a step computes, and in its thread alone, activations are given
+pieces that are whole vectors for every thread.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from threading import Lock, get_ident
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers import PreTrainedModel, activations
+
+VECTORS = 64  # numbers after which any loop of torch begins anew: two vectors of 16 bits each
+ALONE = 1 << 15  # numbers that torch computes in one thread: its grain size
+
+# Classes that compute each number from itself, with nothing of their own but settings.
+_PLAIN = {nn.SiLU, nn.GELU, nn.ReLU, nn.ReLU6, nn.Sigmoid, nn.Tanh, nn.Mish, nn.LeakyReLU}
+_PLAIN |= {
+    one
+    for one in vars(activations).values()
+    if isinstance(one, type) and issubclass(one, nn.Module) and one.__module__.startswith("transf")
+}
+
+_SHARED: weakref.WeakKeyDictionary[PreTrainedModel, weakref.ref[Activations]]
+_SHARED = weakref.WeakKeyDictionary()
+
+
+def activations_of(model: PreTrainedModel) -> Activations:
+    """The activations of a model, found at the first use and kept while they are used."""
+    kept = _SHARED.get(model)
+    found = None if kept is None else kept()
+    if found is None:
+        found = Activations(model)
+        _SHARED[model] = weakref.ref(found)
+    return found
+
+
+def in_whole_vectors(compute: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """Applies a function of single numbers, each computed as if it stood in a full vector."""
+    flat = x.reshape(-1)
+    if len(flat) <= ALONE and not len(flat) % VECTORS:
+        return compute(flat).view(x.shape)
+    out, begin = torch.empty_like(flat), 0
+    together = ALONE * torch.get_num_threads()  # of which each thread has whole vectors
+    while begin < len(flat):
+        left = len(flat) - begin
+        piece = flat[begin : begin + (together if left >= together else ALONE)]
+        end = functional.pad(piece, (0, -len(piece) % VECTORS))
+        out[begin : begin + len(piece)] = compute(end)[: len(piece)]
+        begin += len(piece)
+    return out.view(x.shape)
+
+
+class Activations:
+    """The activations of a model, which act otherwise while a step of ours computes."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._threads: list[int] = []
+        self._lock = Lock()
+        found = (part for part in model.modules() if is_plain(part))
+        self._sites = [(vars(part), _Forward(part, self._threads)) for part in found]
+
+    @contextmanager
+    def acting(self) -> Iterator[None]:
+        """Computes in whole vectors in this thread."""
+        with self._lock:
+            if not self._threads:
+                for own, forward in self._sites:
+                    own.setdefault("forward", forward)
+            self._threads.append(get_ident())
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._threads.remove(get_ident())
+                for own, forward in () if self._threads else self._sites:
+                    if own.get("forward") is forward:
+                        del own["forward"]
+
+
+def is_plain(module: nn.Module) -> bool:
+    """Whether a module is an activation that computes each number from itself."""
+    held = len(module._parameters) + len(module._modules) + len(module._buffers)
+    forward = vars(module).get("forward")  # in the middle of a step it is ours
+    return type(module) in _PLAIN and not held and isinstance(forward, (_Forward, type(None)))
+
+
+class _Forward:
+    """The forward of an activation."""
+
+    is_of_class = True  # for `placement.is_plain`: it computes what the module's class does
+
+    def __init__(self, module: nn.Module, threads: list[int]) -> None:
+        self.module, self.threads = module, threads
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return getattr, (self.module, "forward")  # as `swapped.Swapped`
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        x: Any = args[0] if len(args) == 1 and not kwargs else None
+        compute = type(self.module).forward
+        serves = (
+            type(x) is Tensor
+            and x.is_cpu
+            and get_ident() in self.threads
+            and not torch.is_grad_enabled()
+            and not torch.compiler.is_compiling()
+        )
+        if not serves:
+            return compute(self.module, *args, **kwargs)
+        return in_whole_vectors(lambda x: compute(self.module, x), x)
