@@ -20,6 +20,7 @@ NOT_RUN = {
     "needs lm-evaluation-harness and its tasks": 3,
     "needs a cluster": 1,
     "takes minutes": 1,
+    "installs gigabytes": 1,
     "needs two cards": 2,
     "is started by torchrun": 2,
     "it takes a quarter of a minute, and the interpreter compiles nothing": 1,
