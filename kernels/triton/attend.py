@@ -50,11 +50,12 @@ def before_tokens(terms, head, counted):
 
 
 @triton.jit
-def natural(level, total):
-    """The log-sum-exp of `total` weights at a level in powers of two."""
-    sums = (level + tl.log2(tl.where(total == 0, 1.0, total))) * LN2
-    sums = tl.where((level >= INFINITE) & (total > 0), float("inf"), sums)
-    return tl.where(total == 0, float("-inf"), sums)
+def natural(sums, SINKS: tl.constexpr):
+    """The log-sum-exp of sums in powers of two."""
+    if SINKS:  # which may be infinite
+        return tl.where(sums >= INFINITE, float("inf"), sums * LN2)
+    else:
+        return sums * LN2
 
 
 @triton.jit

@@ -300,14 +300,14 @@ def _decode(
         )
         safe = tl.where(total == 0, 1.0, total)
         out = times(acc, (1.0 / safe)[:, None])
+        sums = tl.where(total == 0, float("-inf"), top + tl.log2(safe))
         if parts == 1:
             to = (token + query) * NUM_HEADS + head
             store_tile(out_ptr, to * V_DIM, real, out, V_WIDTH)
-            tl.store(lse_ptr + to, natural(top, total), mask=real)
+            tl.store(lse_ptr + to, natural(sums, terms.sinks is not None), mask=real)
         else:
             to = ((partial + query) * most_parts + part) * NUM_HEADS + head
             store_tile(partial_ptr, to * V_DIM, real, out, V_WIDTH)
-            sums = tl.where(total == 0, float("-inf"), top + tl.log2(safe))
             tl.store(sums_ptr + to, sums, mask=real)
 
 

@@ -73,7 +73,8 @@ def _merge(
             out.to(out_ptr.dtype.element_ty),
             mask=offs_d < HEAD_DIM,
         )
-        tl.store(lse_ptr + to, natural(level, total))
+        sums = tl.where(total == 0, float("-inf"), level + tl.log2(safe))
+        tl.store(lse_ptr + to, natural(sums, True))
 
 
 def merge_parts(

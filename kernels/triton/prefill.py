@@ -239,7 +239,8 @@ def _prefill(
         safe = tl.where(total == 0, 1.0, total)
         to = (token + query) * NUM_HEADS + head
         store_tile(out_ptr, to * V_DIM, real, times(acc, (1.0 / safe)[:, None]), V_WIDTH)
-        tl.store(lse_ptr + to, natural(top, total), mask=real)
+        sums = tl.where(total == 0, float("-inf"), top + tl.log2(safe))
+        tl.store(lse_ptr + to, natural(sums, terms.sinks is not None), mask=real)
 
 
 class Plan(NamedTuple):

@@ -131,7 +131,8 @@ class PackedCache(ForwardCache):
             return self.seen
         if self.opened is None:
             return self.seen
-        positions = self.opened.positions
+        index = getattr(self.layers[layer_idx], "index", 0)  # of a layer without K and V: any
+        positions = self.opened.at(index).positions
         return positions - torch.arange(len(positions), device=positions.device)
 
     def get_query_offset(self, layer_idx: int = 0) -> int:

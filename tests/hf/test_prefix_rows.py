@@ -119,6 +119,8 @@ def test_drafts_behind_a_prefix(row):
 def test_embeddings_are_compared_with_those_of_the_prefix(family):
     if family in ("gemma3n", "gemma4"):
         pytest.skip("their layers embed ids themselves")
+    if family == "llama4":
+        pytest.skip("transformers scales its queries by columns, those of padding counted")
     model, prefix, rows, left = case(family)
     batch = padded(rows)
     given = {"inputs_embeds": model.get_input_embeddings()(batch["input_ids"]).detach()}

@@ -149,7 +149,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             **_EXPERTS,
             "num_hidden_layers": 4,
             "intermediate_size_mlp": 48,
-            "attention_chunk_size": WINDOW,
+            "attention_chunk_size": 2 * WINDOW,
             "no_rope_layers": [1, 0, 1, 0],
             "floor_scale": 6,
             "layer_types": ["chunked_attention", "full_attention"] * 2,
