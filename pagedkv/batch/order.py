@@ -6,7 +6,7 @@ prefixes the pages hold. Who came first goes first: among prefixes, and among th
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 from pagedkv.arrays import Ints
 from pagedkv.pages.salts import Salt, shared_tokens, up_to
@@ -21,35 +21,40 @@ def by_prefix(texts: Sequence[Ints], salts: Sequence[Salt], page: int) -> list[i
         page: ids of a page; what is shorter does not count.
     """
     found: list[int] = []
-    left = _parted(range(len(texts)), (up_to(salt, page) for salt in salts))
+    left = [(part, 0) for part in _parted(range(len(texts)), texts, salts, 0, page)]
     while left:
-        alike = left.pop()
+        alike, known = left.pop()  # and the ids that all of these begin with
         first, *others = alike
-        same = (
-            min(_shared(texts[first], texts[i]), shared_tokens(salts[first], salts[i], page))
-            for i in others
-        )
-        depth = min(same, default=0) // page * page
-        end = depth + page
-        keys = ((up_to(salts[i], end), texts[i][depth:end].tobytes()) for i in alike)
-        parts = _parted(alike, keys)
+        depth = len(texts[first])
+        for i in others:
+            depth = min(depth, shared_tokens(salts[first], salts[i], page))
+            depth = _shared(texts[first], texts[i], known, depth)
+            if depth < known + page:
+                break
+        depth = max(depth // page * page, known)
+        parts = _parted(alike, texts, salts, depth, page)
         if len(alike) < 3 or len(parts) == 1:
             found += alike
         else:
-            left += parts
+            whole = depth + page
+            left += [(part, min(whole, len(texts[part[0]]) // page * page)) for part in parts]
     return found
 
 
-def _parted(places: Iterable[int], keys: Iterable[Hashable]) -> list[list[int]]:
-    """Places by their keys; the part that comes first is the last."""
-    parts: dict[Hashable, list[int]] = {}
-    for place, key in zip(places, keys):
-        parts.setdefault(key, []).append(place)
+def _parted(
+    places: Iterable[int], texts: Sequence[Ints], salts: Sequence[Salt], depth: int, page: int
+) -> list[list[int]]:
+    """Places by their page at a depth, with its salts; the part that comes first is the last."""
+    parts: dict[tuple[Salt, bytes], list[int]] = {}
+    for place in places:
+        text, end = texts[place], depth + page
+        salt = up_to(salts[place], max(1, min(end, len(text))))  # what begins behind it is nothing
+        parts.setdefault((salt, text[depth:end].tobytes()), []).append(place)
     return [*parts.values()][::-1]
 
 
-def _shared(text: Ints, other: Ints) -> int:
-    """Ids that two texts begin with alike."""
-    size = min(len(text), len(other))
-    same = text[:size] == other[:size]
-    return size if same.all() else int(same.argmin())
+def _shared(text: Ints, other: Ints, known: int, most: int) -> int:
+    """Ids that two texts begin with alike, `most` at most; the first `known` are."""
+    end = min(most, len(other))
+    same = text[known:end] == other[known:end]
+    return end if same.all() else known + int(same.argmin())

@@ -30,9 +30,8 @@ def test_the_order_is_that_of_the_first_at_every_page():
         salts, page = [regions[i] for i in source.integers(0, 4, 30)], 2
         pieces = [
             [
-                up_to(salt, page),
                 *(
-                    (up_to(salt, k + page), text[k : k + page].tolist())
+                    (up_to(salt, max(1, min(k + page, len(text)))), text[k : k + page].tolist())
                     for k in range(0, len(text) + page, page)
                 ),
             ]
