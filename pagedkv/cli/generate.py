@@ -15,8 +15,8 @@ from pagedkv.names import OPTIONS
 
 from .answers import ANSWER, answer_name, require_room
 from .command import running
-from .job_options import MEMORY, MEMORY_OPTIONS, MODEL, OUTPUT_OPTIONS, PROMPT_OPTIONS
-from .option import Given, Option, takes
+from .job_options import MEMORY, MEMORY_OPTIONS, OUTPUT_OPTIONS, PROMPT_OPTIONS
+from .option import MODEL, Given, Option, takes
 from .options import FLAGS, options_of, sampling_of
 from .prompts import Prompt
 from .start import start

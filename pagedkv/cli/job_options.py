@@ -8,7 +8,7 @@ from pathlib import Path
 import typer
 
 from .answers import ANSWER
-from .option import REQUIRED, Option
+from .option import Option
 from .options import CACHE, DTYPES_SAID
 from .plan import KV_HELP
 from .prompts import OPTIONS
@@ -18,12 +18,6 @@ PROMPTS, MEMORY, OUTPUT = (
     partial(typer.Option, rich_help_panel=name) for name in ("Prompts", "Memory", "Output")
 )
 
-MODEL = Option(
-    "model",
-    str,
-    typer.Argument(metavar="MODEL", help="A folder, or the id of a model on the hub."),
-    REQUIRED,
-)
 # Which prompts a job has, and how they are made.
 PROMPT_OPTIONS = (
     Option(

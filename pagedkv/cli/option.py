@@ -7,6 +7,8 @@ from inspect import Parameter, Signature
 from types import SimpleNamespace
 from typing import Annotated, Any, NamedTuple
 
+import typer
+
 REQUIRED = Parameter.empty
 
 
@@ -28,6 +30,14 @@ class Option(NamedTuple):
     type: Any
     info: Any
     default: Any = None
+
+
+MODEL = Option(
+    "model",
+    str,
+    typer.Argument(metavar="MODEL", help="A folder, or the id of a model on the hub."),
+    REQUIRED,
+)
 
 
 def but(options: tuple[Option, ...], *names: str) -> tuple[Option, ...]:

@@ -13,7 +13,7 @@ from pagedkv.errors import PagedKVError
 from pagedkv.planner import plan_memory
 from pagedkv.planner.gpus import gpu_table
 
-from .option import REQUIRED, Given, Option, takes
+from .option import MODEL, Given, Option, takes
 from .report import USAGE
 
 *FIRST, LAST = KV_FORMATS
@@ -23,7 +23,7 @@ KV_HELP = (
 )
 EXIT_CODES = "Exit codes: 0 it fits, 2 it does not, or something given is wrong."
 # An option of each panel of the help.
-MACHINE, WORK, MODEL, CACHE = (
+MACHINE, WORK, WEIGHTS, CACHE = (
     partial(typer.Option, rich_help_panel=name) for name in ("Machine", "Work", "Model", "Cache")
 )
 NAMES = set(inspect.signature(plan_memory).parameters) - {"model"}
@@ -38,12 +38,7 @@ def _list_gpus(name: str | None) -> str | None:
 
 
 PLAN_OPTIONS = (
-    Option(
-        "model",
-        str,
-        typer.Argument(metavar="MODEL", help="A folder, or the id of a model on the hub."),
-        REQUIRED,
-    ),
+    MODEL,
     Option(
         "device_memory",
         str | None,
@@ -133,7 +128,7 @@ PLAN_OPTIONS = (
     Option(
         "weight_dtype",
         str | None,
-        MODEL(
+        WEIGHTS(
             metavar="DTYPE",
             help="float32, bfloat16, float16, float8, int8 or int4. [dim]Default: as in the "
             "model's files.[/dim]",
@@ -142,7 +137,7 @@ PLAN_OPTIONS = (
     Option(
         "expert_slots",
         int | None,
-        MODEL(
+        WEIGHTS(
             min=0,
             metavar="N",
             help="Experts of a streamed layer that stay in memory; 0 reads whole layers. "
@@ -152,7 +147,7 @@ PLAN_OPTIONS = (
     Option(
         "pack_weights",
         bool,
-        MODEL(
+        WEIGHTS(
             "--pack-weights",
             metavar="",
             help="On a CPU: count the second copy of the weights that generate makes with it.",

@@ -17,7 +17,7 @@ from pagedkv.names import POLICIES as BORROWED
 from pagedkv.names import meant
 
 from .errors import UsageError, require_apart
-from .option import REQUIRED, Given, Option, takes
+from .option import MODEL, Given, Option, takes
 from .options import DTYPES_SAID, dtype_of, kv_formats_of
 from .plan import KV_HELP
 from .report import INTERRUPTED, TERMINATED, USAGE
@@ -61,12 +61,7 @@ class Several(TyperCommand):
 
 
 QUALITY_OPTIONS = (
-    Option(
-        "model",
-        str,
-        typer.Argument(metavar="MODEL", help="A folder, or the id of a model on the hub."),
-        REQUIRED,
-    ),
+    MODEL,
     Option(
         "text",
         list[Path] | None,

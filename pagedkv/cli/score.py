@@ -8,8 +8,8 @@ import typer
 
 from .command import running
 from .errors import UsageError
-from .job_options import MEMORY_OPTIONS, MODEL, OUTPUT_OPTIONS, PROMPT_OPTIONS
-from .option import Given, Option, but, takes
+from .job_options import MEMORY_OPTIONS, OUTPUT_OPTIONS, PROMPT_OPTIONS
+from .option import MODEL, Given, Option, but, takes
 from .prompts import Prompt
 from .scoring import LABEL, Scoring, choices_of
 from .start import start

@@ -8,15 +8,15 @@ pieces that are whole vectors for every thread.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from threading import Lock, get_ident
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from transformers import PreTrainedModel, activations
+
+from .swapped import StandIn, StandIns
 
 VECTORS = 64  # numbers after which any loop of torch begins anew: two vectors of 16 bits each
 ALONE = 1 << 15  # numbers that torch computes in one thread: its grain size
@@ -59,31 +59,13 @@ def in_whole_vectors(compute: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     return out.view(x.shape)
 
 
-class Activations:
-    """The activations of a model, which act otherwise while a step of ours computes."""
+class Activations(StandIns):
+    """The activations of a model, which compute in whole vectors while a step of ours does."""
 
     def __init__(self, model: PreTrainedModel) -> None:
-        self._threads: list[int] = []
-        self._lock = Lock()
+        super().__init__()
         found = (part for part in model.modules() if is_plain(part))
-        self._sites = [(vars(part), _Forward(part, self._threads)) for part in found]
-
-    @contextmanager
-    def acting(self) -> Iterator[None]:
-        """Computes in whole vectors in this thread."""
-        with self._lock:
-            if not self._threads:
-                for own, forward in self._sites:
-                    own.setdefault("forward", forward)
-            self._threads.append(get_ident())
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._threads.remove(get_ident())
-                for own, forward in () if self._threads else self._sites:
-                    if own.get("forward") is forward:
-                        del own["forward"]
+        self._sites = [_Forward(part, self._threads) for part in found]
 
 
 def is_plain(module: nn.Module) -> bool:
@@ -93,27 +75,12 @@ def is_plain(module: nn.Module) -> bool:
     return type(module) in _PLAIN and not held and isinstance(forward, (_Forward, type(None)))
 
 
-class _Forward:
+class _Forward(StandIn):
     """The forward of an activation."""
-
-    is_of_class = True  # for `placement.is_plain`: it computes what the module's class does
-
-    def __init__(self, module: nn.Module, threads: list[int]) -> None:
-        self.module, self.threads = module, threads
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return getattr, (self.module, "forward")  # as `swapped.Swapped`
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         x: Any = args[0] if len(args) == 1 and not kwargs else None
         compute = type(self.module).forward
-        serves = (
-            type(x) is Tensor
-            and x.is_cpu
-            and get_ident() in self.threads
-            and not torch.is_grad_enabled()
-            and not torch.compiler.is_compiling()
-        )
-        if not serves:
+        if not self.serves(x):
             return compute(self.module, *args, **kwargs)
         return in_whole_vectors(lambda x: compute(self.module, x), x)

@@ -11,10 +11,8 @@ packed weights at a time, and K and V that were computed so have an identity of 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from itertools import chain
-from threading import Lock, get_ident
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -33,7 +31,7 @@ from .adapters import parts_of
 from .fingerprint import Seen, snapshot
 from .model import text_config
 from .norms import NormForward, norms_of
-from .swapped import Swapped, is_its_own
+from .swapped import StandIns, Swapped, is_its_own
 from .telling import warn
 
 if TYPE_CHECKING:
@@ -151,16 +149,14 @@ def _kept(model: PreTrainedModel) -> list[PackedWeights]:
     return [one for one in found if one is not None]
 
 
-class PackedWeights:
+class PackedWeights(StandIns):
     """The layers of a model whose weights are packed."""
 
     def __init__(self, model: PreTrainedModel, bits: int = 16, by_c: bool = False) -> None:
+        super().__init__()
         self.model, self.bits, self.by_c = model, bits, by_c
         self._forwards: dict[nn.Linear, PackedForward] = {}
         self._norms: dict[nn.Module, NormForward] = {}
-        self._sites: list[Swapped] = []
-        self._threads: list[int] = []
-        self._lock = Lock()
         self._warned = False
 
     @property
@@ -208,29 +204,6 @@ class PackedWeights:
         weights = {part: now.get(f"{path}.weight") for path, part, other in parts if not other}
         self._norms = norms_of(weights, self._norms, self._threads)
         self._sites = list(chain(self._forwards.values(), self._norms.values()))
-
-    @contextmanager
-    def acting(self) -> Iterator[None]:
-        """Multiplies with packed weights in this thread."""
-        with self._lock:
-            if not self._threads:
-                self._put_in()
-            self._threads.append(get_ident())
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._threads.remove(get_ident())
-                if not self._threads:
-                    self._take_back(self._sites)
-
-    def _put_in(self) -> None:
-        for forward in self._sites:
-            forward.put_in()
-
-    def _take_back(self, sites: Iterable[Swapped]) -> None:
-        for forward in sites:
-            forward.take_back()
 
     def warn(self) -> None:
         """Warns, once, where no layer is packed."""

@@ -6,6 +6,8 @@ dtype, another thread, autocast, gradients, torch's compiler.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from threading import Lock, get_ident
 from typing import Any
 
@@ -20,32 +22,28 @@ _SITES = Lock()  # of all models: packed weights of two kinds may come and go at
 def is_its_own(module: nn.Module) -> bool:
     """Whether the forward of a module is that of its class, or stands in for it during a step."""
     forward = vars(module).get("forward")
-    return forward is None or isinstance(forward, Swapped)
+    return forward is None or isinstance(forward, StandIn)
 
 
-class Swapped:
-    """The forward of a module that has a weight.
+class StandIn:
+    """The forward of a module in the threads that compute a step.
 
     Args:
-        seen: the weight that it is for.
         threads: those that compute a step.
     """
 
     under: Any = None  # of packed weights of another kind, whose threads it lets through
     is_of_class = True  # for `placement.is_plain`: it computes what the module's class does
 
-    def __init__(self, module: nn.Module, seen: Seen, threads: list[int]) -> None:
-        self.module, self.seen, self.threads = module, seen, threads
-        weight = seen.tensor()
-        assert weight is not None
-        self.weight, self.dtype = weight, weight.dtype
+    def __init__(self, module: nn.Module, threads: list[int]) -> None:
+        self.module, self.threads = module, threads
 
     def put_in(self) -> None:
         """Stands in for the module's forward, unless other code has put one there."""
         own = vars(self.module)
         with _SITES:
             at = first = own.get("forward")
-            while isinstance(at, Swapped) and at is not self:
+            while isinstance(at, StandIn) and at is not self:
                 at = at.under
             if at is None:
                 self.under = first
@@ -62,7 +60,7 @@ class Swapped:
                 else:
                     own["forward"] = self.under
                 return
-            while isinstance(at, Swapped):
+            while isinstance(at, StandIn):
                 if at.under is self:
                     at.under = self.under
                     return
@@ -78,9 +76,34 @@ class Swapped:
 
     def serves(self, x: Any) -> bool:
         """Whether it may compute with these rows."""
-        weight, seen = self.weight, self.seen
         return (
             type(x) is Tensor
+            and x.is_cpu
+            and get_ident() in self.threads
+            and not torch.is_grad_enabled()
+            and not torch.compiler.is_compiling()
+        )
+
+
+class Swapped(StandIn):
+    """The forward of a module that has a weight.
+
+    Args:
+        seen: the weight that it is for.
+        threads: those that compute a step.
+    """
+
+    def __init__(self, module: nn.Module, seen: Seen, threads: list[int]) -> None:
+        super().__init__(module, threads)
+        weight = seen.tensor()
+        assert weight is not None
+        self.seen, self.weight, self.dtype = seen, weight, weight.dtype
+
+    def serves(self, x: Any) -> bool:
+        """Whether it may compute with these rows."""
+        weight, seen = self.weight, self.seen
+        return (
+            super().serves(x)
             and self.module._parameters.get("weight") is weight
             and weight._version == seen.version
             and weight.data_ptr() == seen.address
@@ -88,9 +111,37 @@ class Swapped:
             and x.dim() > 1
             and x.numel() > 0
             and x.shape[-1] == weight.shape[-1]
-            and x.is_cpu
-            and get_ident() in self.threads
-            and not torch.is_grad_enabled()
             and not torch.is_autocast_enabled("cpu")
-            and not torch.compiler.is_compiling()
         )
+
+
+class StandIns:
+    """Forwards that stand in while a thread acts; those of several threads are put in once."""
+
+    def __init__(self) -> None:
+        self._sites: Sequence[StandIn] = ()
+        self._threads: list[int] = []
+        self._lock = Lock()
+
+    @contextmanager
+    def acting(self) -> Iterator[None]:
+        """Computes with the forwards in this thread."""
+        with self._lock:
+            if not self._threads:
+                self._put_in()
+            self._threads.append(get_ident())
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._threads.remove(get_ident())
+                if not self._threads:
+                    self._take_back(self._sites)
+
+    def _put_in(self) -> None:
+        for forward in self._sites:
+            forward.put_in()
+
+    def _take_back(self, sites: Iterable[StandIn]) -> None:
+        for forward in sites:
+            forward.take_back()
