@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,8 +20,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+import pagedkv
 from pagedkv.storage.host_region import LazyRegion
 
+_PACKAGE = Path(pagedkv.__file__).parent  # a clone, and so its `.venv`, is called pagedkv as well
 HOST = torch.device("cpu")
 A, B, C = (torch.device("cpu", i) for i in (1, 2, 3))
 
@@ -112,9 +115,9 @@ def _asker() -> str:
     """The innermost function of the package that is under way."""
     frame = sys._getframe(1)
     while frame is not None:
-        file = frame.f_code.co_filename
-        if "/pagedkv/" in file and "/tests/" not in file:
-            return f"{file.rpartition('/pagedkv/')[2]}: {frame.f_code.co_name}"
+        file = Path(frame.f_code.co_filename)
+        if file.is_relative_to(_PACKAGE):
+            return f"{file.relative_to(_PACKAGE)}: {frame.f_code.co_name}"
         frame = frame.f_back  # type: ignore[assignment]
     return "nobody"
 
