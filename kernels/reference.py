@@ -159,8 +159,9 @@ def paged_attention(
     window: int | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    causal: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """Causal attention of every row's new tokens over the row's pages.
+    """Attention of every row's new tokens over the row's pages.
 
     Row b owns queries `query_start_loc[b] .. query_start_loc[b + 1]`, the last of its
     `kv_lens[b]` tokens. A query at position i sees positions j with `i - window < j <= i`.
@@ -171,6 +172,7 @@ def paged_attention(
         kv_lens: `[B]`, int, tokens. Counts the new ones.
         query_start_loc: `[B + 1]`, int.
         sinks: `[H]`, a score per head that takes its share of the weights and has no value.
+        causal: if not, every query sees all tokens of its row; there is no window then.
 
     Returns:
         Output `[T, H, D]` in the dtype of `q`, D that of V, and the log-sum-exp of the scores, the
@@ -187,7 +189,7 @@ def paged_attention(
     for row, kv_len in enumerate(kv_lens.tolist()):
         start, stop = query_start_loc[row : row + 2].tolist()
         for token in range(start, stop):
-            last = kv_len - (stop - token)  # position of this query
+            last = kv_len - (stop - token if causal else 1)  # position of this query, if causal
             first = 0 if window is None else max(0, last - window + 1)
             if last < first:
                 continue

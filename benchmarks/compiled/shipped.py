@@ -78,6 +78,7 @@ class Heads(NamedTuple):
 # A term that is True has a number for each head.
 ALL_TERMS: dict[str, Any] = {"window": 1024, "softcap": 30.0, "sinks": True}
 MASS: dict[str, Any] = {"mass": True}  # no term of scores, but what is noted down of weights
+ACROSS: dict[str, Any] = {"causal": False}  # nor this
 LARGE_PAGES = Heads(page=64)
 GEMMA4, MIMO = Heads(32, 4, 512), Heads(64, 4, 192, v_dim=128)  # full layers of 31B, windows
 LATENT = Heads(128, 1, 576, latent=512)  # DeepSeek V3, absorbed
@@ -246,6 +247,7 @@ def shipped(arch: int) -> list[Shipped]:
         Shipped("merge D512", _by("_merge", _attend, GEMMA4, 1, {}), **alone),
         Shipped("fold chunks", fold, **alone | {"int64_args": ("chunks_ptr",)}),
         Shipped("cut rows", _by("_cut_rows", _attend, plain, 1, {}), **alone),
+        Shipped("cut rows across", _by("_cut_rows", _attend, plain, 1, ACROSS), **alone),
         Shipped("write D128 bf16", _by("_write_kv", _write, plain), **pools),
         Shipped("write D64 fp32", _by("_write_kv", _write, small), **pools),
         Shipped("write latent", _by("_write_kv", _write, LATENT), **pools),
@@ -304,8 +306,7 @@ def _promise(arch: int, heads: Heads, new: int) -> tuple[int, str]:
 def _scoring(heads: Heads, terms: dict[str, Any]) -> Scoring:
     by_head = torch.zeros(heads.num_heads, dtype=heads.dtype)
     found = {name: by_head if term is True else term for name, term in terms.items()}
-    found.pop("mass", None)
-    return Scoring(1.0, **found)
+    return Scoring(1.0, **{name: found[name] for name in found if name in Scoring._fields})
 
 
 def _attend(heads: Heads, new: int, terms: dict[str, Any], prefixes: Any = ()) -> None:
@@ -324,6 +325,7 @@ def _attend(heads: Heads, new: int, terms: dict[str, Any], prefixes: Any = ()) -
         num_new=[new, new],
         max_kv=4096,
         window=scoring.window,
+        causal=terms.get("causal", True),
         shared=shared,
     )
     tensors = q, k_pages, v_pages, table, lens, starts

@@ -41,7 +41,7 @@ typedef struct {
     int64_t q_token, q_head, columns, read;
     int64_t rows, heads, groups, page_size, window; /* a window of 0: none */
     float scale, softcap;                           /* a softcap of 0: none */
-    int32_t type, v_is_k, threads;
+    int32_t type, v_is_k, threads, causal; /* not causal: every query sees all of its row */
 } Call;
 
 typedef struct {
@@ -277,6 +277,11 @@ INLINE vf scored(const Call *call, vf product) {
     return call->softcap ? call->softcap * tangent(score / call->softcap) : score;
 }
 
+/* The last token that a query of a row sees. */
+INLINE int64_t last_of(const Call *call, int64_t row, int64_t query) {
+    return call->kv_lens[row] - (call->causal ? call->num_new[row] - query : 1);
+}
+
 #include "tiles.h"
 
 /* ------------------------------------------------------------------ parts and results */
@@ -285,7 +290,7 @@ INLINE vf scored(const Call *call, vf product) {
 static void finish(const Call *call, const Task *task, const int64_t *starts, int64_t i, float most,
                    float total, const float *weighed, int64_t stride) {
     int64_t ratio = call->heads / call->groups, row = task->first + i, head = task->group * ratio + row % ratio;
-    int sees = call->kv_lens[task->row] - call->num_new[task->row] + row / ratio >= 0; /* itself */
+    int sees = last_of(call, task->row, row / ratio) >= 0; /* itself, if nothing else */
     float factor = 1.0f, lse;
     if (call->sinks) {
         float sink = call->sinks[head], level = most > sink ? most : sink;

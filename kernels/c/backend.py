@@ -60,7 +60,7 @@ class _Call(Structure):
         *((name, c_int64) for name in ("q_token", "q_head", "columns", "read")),
         *((name, c_int64) for name in ("rows", "heads", "groups", "page_size", "window")),
         *((name, c_float) for name in ("scale", "softcap")),
-        *((name, c_int32) for name in ("type", "v_is_k", "threads")),
+        *((name, c_int32) for name in ("type", "v_is_k", "threads", "causal")),
     ]
 
 
@@ -75,6 +75,9 @@ def paged_attention(
     *,
     return_lse: bool = False,
     chosen: Tensor | None = None,
+    causal: bool = True,
+    out: Tensor | None = None,
+    lse: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention as in `reference.paged_attention`, after K and V of the step were written.
 
@@ -84,6 +87,8 @@ def paged_attention(
         num_new, kv_lens: `[B]` int64, new tokens of each row, and its length with them.
         chosen: `[B, G, count]` int32, columns that the only query of a row reads, in ascending
             order; -1 in front for a row that reads all.
+        causal: if not, every query sees all tokens of its row; without a window, or chosen pages.
+        out, lse: where the results go, contiguous; made unless given.
 
     Returns:
         `[T, H, D]` in the dtype of `q`, D that of V, and the log-sum-exp `[T, H]`, empty unless
@@ -93,8 +98,10 @@ def paged_attention(
     q = q if q.stride(2) == 1 else q.contiguous()
     page_table = page_table if page_table.is_contiguous() else page_table.contiguous()
     sinks = None if scoring.sinks is None else scoring.sinks.float().contiguous()
-    out = q.new_empty(*q.shape[:2], v.head_dim)
-    lse = q.new_empty(q.shape[:2] if return_lse else 0, dtype=torch.float32)
+    if out is None:
+        out = q.new_empty(*q.shape[:2], v.head_dim)
+    if lse is None:
+        lse = q.new_empty(q.shape[:2] if return_lse else 0, dtype=torch.float32)
     num_new, kv_lens = (np.ascontiguousarray(x, np.int64) for x in (num_new, kv_lens))
     call = _Call(
         *(in_c(x, q.dtype) for x in (k, v)),
@@ -104,7 +111,7 @@ def paged_attention(
         *(q.stride(0), q.stride(1), page_table.shape[1], 0 if chosen is None else chosen.shape[2]),
         *(len(num_new), q.shape[1], k.data.shape[1], k.data.shape[2], scoring.window or 0),
         *(scoring.scale, scoring.softcap or 0.0),
-        *(TYPES[q.dtype], is_view_of_k(k_pages, v_pages), torch.get_num_threads()),
+        *(TYPES[q.dtype], is_view_of_k(k_pages, v_pages), torch.get_num_threads(), causal),
     )
     if library().paged_attention(byref(call)):
         raise MemoryError("paged attention: no memory for scratch")

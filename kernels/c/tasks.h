@@ -91,16 +91,16 @@ static int64_t plan(const Call *call, Task *tasks, float *partials, int64_t *flo
         const int64_t rows = part ? many : call->rows;
         int64_t used = 0;
         for (int64_t i = 0; i < rows; i++) {
-            const int64_t row = part ? longer[i] : i, fresh = call->num_new[row], length = call->kv_lens[row];
-            const int64_t count = fresh * ratio, size = count > FEW ? MANY : FEW, tiles = (count + size - 1) / size;
+            const int64_t row = part ? longer[i] : i, count = call->num_new[row] * ratio;
+            const int64_t size = count > FEW ? MANY : FEW, tiles = (count + size - 1) / size;
             for (int64_t group = 0; group < call->groups; group++) {
                 const int32_t *chosen = call->chosen;
                 if (chosen) chosen += (row * call->groups + group) * call->read;
                 for (int64_t tile = 0; tile < tiles; tile++) {
                     Task task = {row, group, tile * size, count - tile * size, 0, 0, part, 1, NULL};
                     if (task.count > size) task.count = size;
-                    int64_t from = length - fresh + task.first / ratio;
-                    int64_t to = length - fresh + (task.first + task.count - 1) / ratio;
+                    int64_t from = last_of(call, row, task.first / ratio);
+                    int64_t to = last_of(call, row, (task.first + task.count - 1) / ratio);
                     task.begin = call->window && from >= call->window ? from - call->window + 1 : 0;
                     task.end = to + 1;
                     if (chosen && chosen[0] >= 0) task.begin = 0, task.end = call->read * call->page_size;

@@ -58,13 +58,12 @@ INLINE void empty(float *most, float *total, float *weighed, int64_t width) {
 /* Queries, and what each row sees. Lanes without a row see nothing. */
 static void begin_tile(const Call *call, const Task *task, const int64_t *starts, Scratch *s, int in_lanes) {
     int64_t ratio = call->heads / call->groups, dim = call->k.dim;
-    int64_t before = call->kv_lens[task->row] - call->num_new[task->row];
     memset(s->q, 0, 4 * MANY * s->k_width);
     empty(s->most, s->total, s->weighed, s->v_width);
     for (int64_t i = 0; i < MANY; i++) {
         s->first[i] = 0, s->last[i] = -1;
         if (i >= task->count) continue;
-        int64_t row = task->first + i, at = before + row / ratio;
+        int64_t row = task->first + i, at = last_of(call, task->row, row / ratio);
         s->last[i] = (int32_t)at;
         s->first[i] = (int32_t)(call->window && at >= call->window ? at - call->window + 1 : 0);
         int64_t from = (starts[task->row] + row / ratio) * call->q_token;

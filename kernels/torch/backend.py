@@ -281,8 +281,8 @@ def _attend(
         mask = None if bucket.lengths is None else _mask(bucket, 0, 1, scoring, q)
         out = attend(rows, k, v, scale, mask=mask)
         return out.reshape(n, heads, 1, -1), None
-    if plain and bucket.new == bucket.length and not limits:
-        return attend(q, k, v, scale, causal=True), None
+    if plain and (not bucket.causal or (bucket.new == bucket.length and not limits)):
+        return attend(q, k, v, scale, causal=bucket.causal), None
     elements = bucket.length if plain else bucket.length * q.shape[0] * q.shape[1]
     block = max(1, MASK_ELEMENTS // elements)
     parts: list[tuple[Tensor, Tensor | None]] = []
@@ -328,7 +328,9 @@ def _products(
 
 def _places(bucket: Bucket, start: int, stop: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Where queries `start..stop` are, `[n or 1, stop - start, 1]`, and all slots, `[length]`."""
-    if bucket.lengths is None:
+    if not bucket.causal and bucket.lengths is None:
+        query = torch.full((1, stop - start, 1), bucket.length - 1, device=device)
+    elif bucket.lengths is None:
         query = bucket.length - bucket.new + torch.arange(start, stop, device=device)[None, :, None]
     else:
         query = torch.from_numpy(bucket.lengths).to(device)[:, None, None] - 1  # one query a row

@@ -37,6 +37,7 @@ class Bucket:
         fresh: the rows have no committed tokens, so that K and V at hand are all there is.
         prefix: pages in front of these that the rows share with others, attended apart.
         read: pages that each row and KV head reads of them, chosen by `select_pages.py`; 0 for all.
+        causal: whether a query sees nothing behind itself.
     """
 
     rows: slice
@@ -50,6 +51,7 @@ class Bucket:
     fresh: bool
     prefix: Bucket | None = None
     read: int = 0
+    causal: bool = True
     page_ids: Tensor | None = None  # [rows * num_pages]
     padding: Tensor | None = None  # slots of the scratch that no row owns
     masks: dict[tuple[int, torch.dtype], Tensor] = field(default_factory=dict)
@@ -68,6 +70,7 @@ def cut_step(
     prefixes: Sequence[Prefix] = (),
     exact: bool = True,
     read: int = 0,
+    causal: bool = True,
 ) -> list[Bucket]:
     """Cuts a step into buckets.
 
@@ -78,16 +81,15 @@ def cut_step(
         prefixes: what `prefixes.find_prefixes` found, for rows without a window.
         exact: pages hold K and V as they were computed, so the step's own need not be read back.
         read: pages that a row of one new token reads, if it has more; 0 for all. Without windows.
+        causal: if not, every query sees all tokens of its row; without a window.
     """
     seen = kv_lens if window is None else np.minimum(kv_lens, new + (window - 1))
     begin = kv_lens - seen
     for prefix in prefixes:
         begin[prefix.rows] = prefix.num_pages * page_size
     first_page = begin // page_size
-    # A single query sees a contiguous stretch, so the head of its first page can be cut off;
-    # several queries see different stretches and need a mask, which covers that head as well.
-    skip = np.where(new == 1, begin - first_page * page_size, 0)
-    length = kv_lens - first_page * page_size - skip
+    skip = begin - first_page * page_size  # not masked but cut off: nobody may have written there
+    length = kv_lens - begin
     budget = max(1, BUCKET_BYTES // token_bytes)
     stops = np.cumsum(new).tolist()
     fronts: list[Bucket | None] = [None] * len(stops)
@@ -115,6 +117,7 @@ def cut_step(
                 fresh=exact and fresh and not ragged,
                 prefix=front,
                 read=read * few,
+                causal=causal,
             )
         )
         start = stop

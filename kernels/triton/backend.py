@@ -67,6 +67,7 @@ def plan(
     num_new: Sequence[int],
     max_kv: int,
     window: int | None = None,
+    causal: bool = True,
     shared: shared_prefix.Plan | None = None,
 ) -> Plan:
     """Cuts a step; on the device, so that a replayed graph cuts anew.
@@ -76,6 +77,7 @@ def plan(
             pages are like K's unless given.
         num_new: of each row, known to the host. While a graph is captured, of its rows to come.
         max_kv: a bound of the rows' lengths.
+        causal: if not, every query sees all tokens of its row; without a window.
         shared: work of prefixes that shall be attended once: `shared_prefix.plan` of what
             `cut_prefixes` cut.
 
@@ -91,9 +93,10 @@ def plan(
     few = [new for new in num_new if 0 < new <= decode.MOST_QUERIES]
     many = [new for new in num_new if new > decode.MOST_QUERIES]
     lens = kv_lens, query_start_loc, geometry
+    sees: dict[str, Any] = {"window": window, "causal": causal}
     return Plan(
-        decode.plan(*lens, _bounds(few, max_kv), window=window, shared=shared) if few else None,
-        prefill.plan(*lens, _bounds(many, max_kv), window=window) if many else None,
+        decode.plan(*lens, _bounds(few, max_kv), **sees, shared=shared) if few else None,
+        prefill.plan(*lens, _bounds(many, max_kv), **sees) if many else None,
         geometry,
     )
 
@@ -216,16 +219,21 @@ def attend(
     scoring: Scoring,
     chosen: Tensor | None = None,
     watched: observe.Plan | None = None,
+    out: Tensor | None = None,
+    lse: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`paged_attention` of what was checked.
 
     Args:
         chosen: `[B, G, columns]`, tables that rows of few new tokens read instead.
         watched: from `watch`; not with a window, chosen tables or prefixes.
+        out, lse: where the results go, contiguous and aligned; made unless given.
     """
     tokens, heads, _ = q.shape
-    out = torch.empty((tokens, heads, plan.geometry.v_dim), dtype=q.dtype, device=q.device)
-    lse = torch.empty((tokens, heads), dtype=torch.float32, device=q.device)
+    if out is None:
+        out = torch.empty((tokens, heads, plan.geometry.v_dim), dtype=q.dtype, device=q.device)
+    if lse is None:
+        lse = torch.empty((tokens, heads), dtype=torch.float32, device=q.device)
     pages = q, Pages.of(k_pages), Pages.of(v_pages)
     if plan.decode is not None:
         table = page_table if chosen is None else chosen

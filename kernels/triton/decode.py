@@ -343,6 +343,7 @@ def plan(
     bounds: Bounds,
     *,
     window: int | None = None,
+    causal: bool = True,
     shared: shared_prefix.Plan | None = None,
 ) -> Plan:
     """Cuts the rows of 1 to 16 new tokens; on the device, for every layer of the same kind.
@@ -368,6 +369,7 @@ def plan(
         *(kv_lens, query_start_loc, cut, cut.tiles(bounds) * parts),
         max_new=max_new,
         window=window,
+        causal=causal,
         skips=None if shared is None else shared.skips,
     )
     if shared is not None:

@@ -250,6 +250,7 @@ class Plan(NamedTuple):
     tuning: Tuning
     tiles: int
     geometry: Geometry
+    causal: bool
 
 
 def plan(
@@ -259,14 +260,20 @@ def plan(
     bounds: Bounds,
     *,
     window: int | None = None,
+    causal: bool = True,
 ) -> Plan:
     """Cuts the rows of more than 16 new tokens, which `bounds` are about."""
     tune = tuning(target_of(kv_lens.device), geometry)
     queries = tune.block_m // geometry.heads(tune.block_m)
     cut = Cut(MOST_QUERIES + 1, NO_WINDOW, queries, NO_WINDOW, 1, 1)
     tiles = cut.tiles(bounds)
-    work = cut_rows(kv_lens, query_start_loc, cut, tiles, max_new=bounds.max_new, window=window)
-    return Plan(work, tune, tiles, geometry)
+    work = cut_rows(
+        *(kv_lens, query_start_loc, cut, tiles),
+        max_new=bounds.max_new,
+        window=window,
+        causal=causal,
+    )
+    return Plan(work, tune, tiles, geometry, causal)
 
 
 def _on_gluon(plan: Plan, scoring: Scoring, target: Target) -> ModuleType | None:
@@ -275,7 +282,8 @@ def _on_gluon(plan: Plan, scoring: Scoring, target: Target) -> ModuleType | None
         return None
     from .gluon import prefill as faster  # versions of Triton before 3.6 have less of Gluon
 
-    is_served = plan.tuning.block_m == faster.ROWS
+    # It knows by positions alone where a row ends.
+    is_served = plan.causal and plan.tuning.block_m == faster.ROWS
     return faster if is_served and faster.serves(plan.geometry, scoring, target) else None
 
 

@@ -27,7 +27,8 @@ FIELDS: tl.constexpr = tl.constexpr(8)
 #   row       of the page table
 #   token     of the packed queries, the tile's first
 #   count     queries of the tile
-#   position  of the first query in its text; negative for rows without keys
+#   position  of the first query in its text; negative for rows without keys. Of the row's last
+#             token where attention is not causal, so that all queries see all
 #   begin     first token attended
 #   end       one past the last
 #   part      which of the parts that the tile's queries are merged from
@@ -166,6 +167,7 @@ def _cut_rows(
     LONGEST: tl.constexpr,
     SHARES: tl.constexpr,
     HAS_SKIPS: tl.constexpr,
+    CAUSAL: tl.constexpr,
 ):
     """One program a row: counts the items before its own, then writes those.
 
@@ -206,10 +208,10 @@ def _cut_rows(
         split = (items - 1 - index) % splits
         to = items_ptr + (before + index) * FIELDS
         count = tl.minimum(new - tile * queries, queries)
-        position = kv_len - new + tile * queries
+        position = kv_len - new + tile * queries if CAUSAL else tile * 0 + (kv_len - 1)
         # What the tile may see, which is less than what the row may.
         low = tl.maximum(aligned + split * size, tl.maximum(skip, position - window + 1))
-        high = tl.minimum(aligned + (split + 1) * size, position + count)
+        high = tl.minimum(aligned + (split + 1) * size, position + (count if CAUSAL else 1))
         tl.store(to, row, mask=mask)
         tl.store(to + 1, begin + tile * queries, mask=mask)
         tl.store(to + 2, count, mask=mask)
@@ -231,6 +233,7 @@ def cut_rows(
     *,
     max_new: int,
     window: int | None = None,
+    causal: bool = True,
     skips: Tensor | None = None,
 ) -> Work:
     """Lists the work of the rows that bring `cut.fewest .. cut.most` new tokens.
@@ -240,6 +243,7 @@ def cut_rows(
         query_start_loc: `[B + 1]` int32.
         most_items: items there can be.
         max_new: new tokens that such a row can have.
+        causal: if not, there is no window.
         skips: `[B, 2]` int32: leading tokens that are attended elsewhere, and in how many parts.
     """
     rows, device = kv_lens.numel(), kv_lens.device
@@ -247,7 +251,7 @@ def cut_rows(
     parts = torch.empty(rows, dtype=torch.int32, device=device)
     total = torch.empty(1, dtype=torch.int32, device=device)
     work = Work(items, total, parts)
-    launcher = _launcher(cut[3:], skips is not None, target_of(device))
+    launcher = _launcher(cut[3:], skips is not None, causal, target_of(device))
     launcher(
         (rows, 1, 1),
         kv_lens,
@@ -265,8 +269,7 @@ def cut_rows(
 
 
 @functools.cache
-def _launcher(splits: tuple[int, ...], has_skips: bool, target: Target) -> Launcher:
-    static = dict(zip(("SPLIT", "SPLITS", "BLOCK", "LONGEST", "SHARES"), splits))
-    return Launcher(
-        *(_cut_rows, target, static | {"HAS_SKIPS": has_skips}), num_warps=1, num_stages=1
-    )
+def _launcher(splits: tuple[int, ...], has_skips: bool, causal: bool, target: Target) -> Launcher:
+    static: dict[str, int] = dict(zip(("SPLIT", "SPLITS", "BLOCK", "LONGEST", "SHARES"), splits))
+    static |= {"HAS_SKIPS": has_skips, "CAUSAL": causal}
+    return Launcher(_cut_rows, target, static, num_warps=1, num_stages=1)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 from unittest import mock
@@ -74,6 +75,12 @@ def agree(shape: Shape, device: str, rows: Rows, num_new: list[int] | None = Non
     check(step, result)
     again = attend(step, num_new=claimed * 2, max_kv=2 * step.max_kv + 5000)
     same("larger bounds", *zip(result, again))
+
+
+def agree_across(shape: Shape, device: str, rows: Rows) -> None:
+    """Queries that see their whole row, of whatever place they are."""
+    step = replace(shape.step(rows, device), causal=False)
+    check(step, attend(step))
 
 
 def alone(shape: Shape, device: str, rows: Rows) -> None:
@@ -419,6 +426,8 @@ def cases(device: str) -> Iterator[Case]:
             for name in ("decode", "verify"):
                 some = (SMALL if device == "cpu" else FULL)[name]
                 yield Case("watch", f"{shape}, {name}", partial(watch, shape, device, some))
+            some = (SMALL if device == "cpu" else FULL)["mixed"]
+            yield Case("across", str(shape), partial(agree_across, shape, device, some))
             some = (SMALL if device == "cpu" else FULL)["decode"]
             yield Case("score", str(shape), partial(score, shape, device, some))
     for number, shape in enumerate(wide(device)):

@@ -49,6 +49,7 @@ class Step:
         ids: the table, on the host.
         slots: of the new tokens; -1 where a row is shorter than what is new.
         options: scale, window, softcap, sinks.
+        causal: if not, there is no window.
     """
 
     rows: Rows
@@ -61,6 +62,7 @@ class Step:
     starts: Tensor
     slots: Tensor
     options: dict[str, Any]
+    causal: bool = True
 
     @property
     def num_new(self) -> list[int]:

@@ -54,6 +54,7 @@ def attend(
             num_new=step.num_new if num_new is None else num_new,
             max_kv=step.max_kv if max_kv is None else max_kv,
             window=step.options["window"],
+            causal=step.causal,
             shared=shared,
         )
         return paged.paged_attention(
@@ -108,7 +109,7 @@ def twin(step: Step) -> Truth:
             scores = softcap * torch.tanh(scores / softcap)
         position = torch.arange(length - new, length, device=device)[:, None]
         token = torch.arange(seen.start, length, device=device)
-        hidden = token > position
+        hidden = (token > position) & step.causal
         if window is not None:
             hidden |= token <= position - window
         scores = scores.masked_fill(hidden[:, None, None], -math.inf)

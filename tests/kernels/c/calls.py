@@ -25,7 +25,7 @@ def attend(step: Step, **more: Any) -> tuple[Tensor, Tensor]:
     terms = step.options
     scoring = Scoring(terms["scale"], terms["window"], terms["softcap"], terms["sinks"])
     new, lens = np.array(step.rows, np.int64).reshape(-1, 2).T
-    pages = step.k_pages, step.v_pages, step.table
+    pages, more = (step.k_pages, step.v_pages, step.table), more | {"causal": step.causal}
     return backend.paged_attention(step.q, *pages, new, lens, scoring, return_lse=True, **more)
 
 

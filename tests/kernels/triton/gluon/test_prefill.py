@@ -9,6 +9,7 @@ pytest.importorskip("triton")
 
 from pagedkv.kernels.formats import Pages
 from pagedkv.kernels.scoring import NO_WINDOW, Scoring
+from pagedkv.kernels.triton import prefill
 from pagedkv.kernels.triton.launch import Geometry, Target
 from pagedkv.kernels.triton.work_list import Bounds, Cut, cut_rows
 from tests.kernels.steps import step_of
@@ -153,6 +154,19 @@ def test_a_line_that_orders_warps_is_missed(mutant, tmp_path, monkeypatch):
     module.target_of = lambda device: HOPPER
     with pytest.raises((AssertionError, TimeoutError)):
         check(step, attend(module, step))
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_queries_that_see_behind_a_rows_end_are_left_to_triton(causal, monkeypatch):
+    """It takes a token for seen that stands before its query, and would read beyond the row."""
+    step = step_of([(40, 300)], heads=2, groups=1, dim=64, dtype=torch.bfloat16)
+    geometry = Geometry.of(step.q, step.k_pages, step.v_pages)
+    monkeypatch.setattr(prefill, "is_on", lambda *_: True)
+    lens, bounds = (step.kv_lens, step.starts), Bounds(1, 40, 40, 300)
+    plan = prefill.plan(*lens, geometry, bounds, causal=causal)
+    plan = plan._replace(tuning=plan.tuning._replace(block_m=128))
+    found = prefill._on_gluon(plan, Scoring(**step.options), HOPPER)
+    assert (found is not None) is causal
 
 
 def test_what_has_no_kernel_is_not_served(hopper):
