@@ -9,9 +9,12 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from .attention import AttentionPlan as AttentionPlan
     from .attention import attend_again as attend_again
+    from .attention import attend_pages as attend_pages
     from .attention import paged_attention as paged_attention
     from .attention import write_kv as write_kv
+    from .attention import write_pages as write_pages
     from .batch import BatchGenerator as BatchGenerator
     from .batch import Result as Result
     from .batch import Score as Score
@@ -37,6 +40,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOME = {
+    "AttentionPlan": "attention",
     "BatchGenerator": "batch",
     "BudgetExceeded": "errors",
     "CacheConfig": "config",
@@ -55,12 +59,14 @@ _HOME = {
     "StepMetadata": "step.metadata",
     "attach": "hf",
     "attend_again": "attention",
+    "attend_pages": "attention",
     "detach": "hf",
     "offload_idle": "cache.pressure",
     "paged_attention": "attention",
     "plan_memory": "planner",
     "split_by_prefix": "planner.shards",
     "write_kv": "attention",
+    "write_pages": "attention",
 }
 __all__ = sorted(_HOME)
 

@@ -46,11 +46,11 @@ def check_kv(k: Tensor, v: Tensor, step: StepMetadata, layer: int) -> None:
                 f"{name}: expected shape [T, G, D] = {list(expected)}, got {list(tensor.shape)}"
             )
         _check_kind(name, tensor, step)
-    if shape.v_is_k and not _is_front(v, k):
+    if shape.v_is_k and not is_front(v, k):
         raise ValueError(f"v: expected a view of k, k[..., :{shape.v_head_dim}], as pages keep it")
 
 
-def _is_front(v: Tensor, k: Tensor) -> bool:
+def is_front(v: Tensor, k: Tensor) -> bool:
     """Whether V is the first elements of each head of K, and the same memory."""
     steps = zip(v.shape, v.stride(), k.stride())  # an axis of one element has any stride
     return v.data_ptr() == k.data_ptr() and all(n == 1 or a == b for n, a, b in steps)

@@ -12,6 +12,7 @@ from transformers import LlamaForCausalLM
 
 import pagedkv
 from pagedkv import (
+    AttentionPlan,
     BatchGenerator,
     BudgetExceeded,
     CacheConfig,
@@ -24,6 +25,7 @@ from pagedkv import (
     Result,
     StepMetadata,
     attach,
+    attend_pages,
     detach,
     paged_attention,
     plan_memory,
@@ -69,6 +71,10 @@ def own_loop(queries: Tensor, keys: Tensor, values: Tensor) -> CacheStats:
         for layer in range(config.num_layers):
             out = paged_attention(queries, keys, values, step, layer)
     assert_type(out, Tensor)
+    plan = AttentionPlan(queries, keys, page_size=16)
+    assert_type(attend_pages(queries, keys, values, plan), Tensor)
+    both = attend_pages(queries, keys, values, plan, return_lse=True)
+    assert_type(both, tuple[Tensor, Tensor])
     cache.truncate(seq, cache.length(seq) - 1)
     try:
         cache.add([int(out.argmax())])

@@ -1,0 +1,288 @@
+"""Attention over pages that are the caller's own: a page table, lengths, and tensors of pages.
+
+The kernels are those of `paged_attention`, without a cache, a step or layers. `own_plan.py` has
+what the calls of a step have in common, `own_backends.py` calls the kernels.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, overload
+
+import torch
+from torch import Tensor
+
+from pagedkv.kernels.formats import is_view_of_k
+from pagedkv.kernels.scoring import LOG2E, Scoring
+
+from .checks import check_grad, is_front, require_tensor
+from .own_backends import BACKENDS, OwnCall
+from .own_plan import AttentionPlan
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def write_pages(
+    k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, plan: AttentionPlan
+) -> None:
+    """Writes new K and V into pages of the caller's own, in place, at `plan.slot_mapping`.
+
+    Args:
+        k, v: `[T, G, D]`, or `[B, S, G, D]` where each row has S of them. D of V may be less.
+        k_pages, v_pages: as in `attend_pages`. Where V's are the first columns of K's, `v` is a
+            view of `k`, and K alone is written.
+
+    Raises:
+        ValueError, TypeError, GradModeError: as `attend_pages`; nothing is written then.
+
+    Examples:
+        >>> import torch
+        >>> from pagedkv import AttentionPlan, write_pages
+        >>> k_pages, v_pages = torch.zeros(2, 9, 16, 2, 32)
+        >>> plan = AttentionPlan(torch.tensor([[4, 7]]), torch.tensor([20]), page_size=16)
+        >>> k, v = torch.randn(2, 1, 2, 32)
+        >>> write_pages(k, v, k_pages, v_pages, plan)
+        >>> torch.equal(k_pages[7, 3], k[0])
+        True
+    """
+    k, v = _packed("k", k, plan), _packed("v", v, plan)
+    k_seen, v_seen = _paged("k_pages", k_pages, k, plan), _paged("v_pages", v_pages, k, plan)
+    _check_pair(k_seen, v_seen)
+    for name, new, pages in (("k", k, k_seen), ("v", v, v_seen)):
+        expected = plan.num_tokens, pages.shape[1], pages.shape[3]
+        if new.shape != expected:
+            raise ValueError(
+                f"{name}: expected shape [T, G, D] = {list(expected)}, got {list(new.shape)}"
+            )
+        if new.dtype != pages.dtype:
+            raise TypeError(
+                f"{name}: expected the dtype of k_pages, {pages.dtype}, got {new.dtype}"
+            )
+    if is_view_of_k(k_seen, v_seen) and not is_front(v, k):
+        raise ValueError("v: expected a view of k, its first columns, as v_pages are of k_pages")
+    plan.check_slots(k_seen.shape[0])
+    slots = plan.slot_mapping
+    if not plan.num_tokens:
+        return
+    if plan.backend == "triton":
+        from pagedkv.kernels.triton import backend as kernels
+
+        kernels.write_kv(k, v, k_seen, v_seen, slots)
+        return
+    from pagedkv.kernels.torch import backend as plain
+
+    kept = plan.once("kept", lambda: None if bool((slots >= 0).all()) else slots >= 0)
+    if kept is not None:
+        k, v, slots = k[kept], v[kept], slots[kept]
+        v = k[..., : v.shape[2]] if is_view_of_k(k_seen, v_seen) else v
+    plain.write_kv(k, v, k_seen, v_seen, slots)
+
+
+@overload
+def attend_pages(
+    q: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    plan: AttentionPlan,
+    *,
+    scale: float | None = ...,
+    causal: bool = ...,
+    window_left: int = ...,
+    softcap: float | None = ...,
+    sinks: Tensor | None = ...,
+    return_lse: Literal[False] = ...,
+    lse_base: Literal["e", "2"] = ...,
+    out: Tensor | None = ...,
+    lse: Tensor | None = ...,
+) -> Tensor: ...
+
+
+@overload
+def attend_pages(
+    q: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    plan: AttentionPlan,
+    *,
+    scale: float | None = ...,
+    causal: bool = ...,
+    window_left: int = ...,
+    softcap: float | None = ...,
+    sinks: Tensor | None = ...,
+    return_lse: Literal[True],
+    lse_base: Literal["e", "2"] = ...,
+    out: Tensor | None = ...,
+    lse: Tensor | None = ...,
+) -> tuple[Tensor, Tensor]: ...
+
+
+def attend_pages(
+    q: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    plan: AttentionPlan,
+    *,
+    scale: float | None = None,
+    causal: bool = True,
+    window_left: int = -1,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    return_lse: bool = False,
+    lse_base: Literal["e", "2"] = "e",
+    out: Tensor | None = None,
+    lse: Tensor | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attends over pages of the caller's own; new K and V have been written, by `write_pages` say.
+
+    Pages are read where they are, by their strides; a layout that would need a copy is refused. A
+    query that sees no token gives zeros, and a log-sum-exp of minus infinity, or of its sink.
+
+    Args:
+        q: `[T, H, D]` float32, float16 or bfloat16, or `[B, S, H, D]` where each row has S
+            queries; H a multiple of G, and query heads `h * H / G ...` share KV head h.
+        k_pages: `[N, page_size, G, D]`, or `[N, G, page_size, D]` where the plan's layout is HND;
+            of the dtype of `q`, with a contiguous last axis.
+        v_pages: the same; D may be less. It may be the first columns of K (latents).
+        scale: factor of the scores; default `D ** -0.5`.
+        causal: whether a query sees no token behind its own; the queries are the last tokens of
+            their row. If not, each sees its whole row, as cross-attention does.
+        window_left: tokens before its own that a query sees; -1 for all. Only if causal.
+        softcap: scores become `softcap * tanh(score / softcap)`; None or 0 for none.
+        sinks: `[H]`, a score per head that takes its share of the weights and has no value.
+        return_lse: also return the log-sum-exp of the scores, the sink's included.
+        lse_base: of the logarithm: `"e"` as in FlashAttention, `"2"` as in FlashInfer.
+        out: where the output goes, contiguous; made unless given.
+        lse: where the log-sum-exp goes, float32 and contiguous; it is written if it is given.
+
+    Returns:
+        `[T, H, D]` or `[B, S, H, D]` in the dtype of `q`, D that of V; with `return_lse` also
+        `[T, H]` or `[B, S, H]` float32.
+
+    Raises:
+        NotImplementedError: the backend has no kernel for heads, dtype or terms.
+        ValueError, TypeError: a shape, stride, device or dtype that does not fit; on a CPU also a
+            page that is not there.
+        GradModeError: a tensor requires gradients.
+
+    Examples:
+        >>> import torch
+        >>> from pagedkv import AttentionPlan, attend_pages, write_pages
+        >>> k_pages, v_pages = torch.zeros(2, 9, 16, 2, 32)  # 9 pages of 16 tokens, 2 KV heads
+        >>> table, lens = torch.tensor([[4, 7], [2, 0]]), torch.tensor([20, 3])
+        >>> plan = AttentionPlan(table, lens, page_size=16)
+        >>> k, v = torch.randn(2, 2, 2, 32)
+        >>> write_pages(k, v, k_pages, v_pages, plan)
+        >>> attend_pages(torch.randn(2, 4, 32), k_pages, v_pages, plan).shape
+        torch.Size([2, 4, 32])
+    """
+    packed = _packed("q", q, plan)
+    k, v = _paged("k_pages", k_pages, packed, plan), _paged("v_pages", v_pages, packed, plan)
+    _check_pair(k, v)
+    if packed.shape[1] % k.shape[1] or not packed.shape[1] or packed.shape[2] != k.shape[3]:
+        raise ValueError(
+            f"q: expected [T, H, D] with H a multiple of {k.shape[1]} and D {k.shape[3]}, got "
+            f"{list(packed.shape)}"
+        )
+    if lse_base not in ("e", "2"):
+        raise ValueError(f"lse_base: expected 'e' or '2', got {lse_base!r}")
+    if not isinstance(window_left, int) or window_left < -1:
+        raise ValueError(f"window_left: expected -1 or more, got {window_left!r}")
+    window = None if window_left == -1 else window_left + 1
+    if not causal and window is not None:
+        raise NotImplementedError(
+            f"window_left: expected -1 where causal is False, got {window_left}"
+        )
+    causal = causal or int(plan.num_new.max(initial=0)) <= 1  # a last token sees all there is
+    softcap = None if isinstance(softcap, (int, float)) and softcap == 0 else softcap
+    scoring = Scoring(packed.shape[2] ** -0.5 if scale is None else scale, None, softcap, sinks)
+    scoring = scoring.checked(packed, window)
+    for name, tensor in scoring.tensors:
+        check_grad(name, tensor)
+    shape = *q.shape[:-1], v.shape[3]
+    plan.check_pages(k.shape[0], window)
+    into = _buffer("out", out, shape, q.dtype, plan), _buffer("lse", lse, shape[:-1], None, plan)
+    asked = return_lse or lse is not None
+    call = OwnCall(packed, k, v, plan, scoring, causal, asked, *into)
+    found, sums = BACKENDS[plan.backend](call)
+    if asked and lse_base == "2":
+        sums.mul_(LOG2E)
+    return (found.view(shape), sums.view(shape[:-1])) if return_lse else found.view(shape)
+
+
+# ------------------------------------------------------------------ checks
+
+
+def _packed(name: str, tensor: Tensor, plan: AttentionPlan) -> Tensor:
+    """`[T, heads, D]` of what was given so, or by row."""
+    if torch.compiler.is_compiling():
+        raise NotImplementedError(f"{name}: expected to be called outside of compiled code")
+    require_tensor(name, tensor)
+    each = plan.seqlen_q
+    if tensor.ndim == 4 and each is not None and tensor.shape[:2] == (plan.num_rows, each):
+        tensor = tensor.flatten(0, 1)
+    if tensor.ndim != 3 or tensor.shape[0] != plan.num_tokens:
+        by_row = "" if each is None else f" or [{plan.num_rows}, {each}, heads, D]"
+        raise ValueError(
+            f"{name}: expected shape [{plan.num_tokens}, heads, D]{by_row}, got "
+            f"{list(tensor.shape)}"
+        )
+    if tensor.device != plan.device:
+        raise ValueError(f"{name}: expected device {plan.device}, got {tensor.device}")
+    check_grad(name, tensor)
+    return tensor
+
+
+def _paged(name: str, pages: Tensor, like: Tensor, plan: AttentionPlan) -> Tensor:
+    """Pages as kernels see them, `[N, G, P, D]`: a view."""
+    require_tensor(name, pages)
+    heads, slots = (2, 1) if plan.kv_layout == "NHD" else (1, 2)
+    if pages.ndim != 4 or pages.shape[slots] != plan.page_size:
+        axes = ("G", "page_size") if slots == 2 else ("page_size", "G")
+        raise ValueError(
+            f"{name}: expected [N, {', '.join(axes)}, D] of page_size {plan.page_size}, as "
+            f"kv_layout {plan.kv_layout} has it, got {list(pages.shape)}"
+        )
+    if pages.dtype not in DTYPES or pages.dtype != like.dtype:
+        raise TypeError(
+            f"{name}: expected float32, float16 or bfloat16, as all tensors of the call, got "
+            f"{pages.dtype} beside {like.dtype}"
+        )
+    if pages.stride(3) != 1:
+        raise ValueError(f"{name}: expected a contiguous last axis, got strides {pages.stride()}")
+    if pages.device != plan.device:
+        raise ValueError(f"{name}: expected device {plan.device}, got {pages.device}")
+    check_grad(name, pages)
+    return pages.permute(0, heads, slots, 3)
+
+
+def _check_pair(k: Tensor, v: Tensor) -> None:
+    """Raises unless V's pages go with K's."""
+    if v.shape[:3] != k.shape[:3] or v.shape[3] > k.shape[3]:
+        raise ValueError(
+            f"v_pages: expected {k.shape[0]} pages of {k.shape[1]} heads, as k_pages, of at most "
+            f"{k.shape[3]} columns, got {v.shape[0]} of {v.shape[1]}, of {v.shape[3]}"
+        )
+
+
+def _buffer(
+    name: str,
+    buffer: Tensor | None,
+    shape: tuple[int, ...],
+    dtype: torch.dtype | None,
+    plan: AttentionPlan,
+) -> Tensor | None:
+    """A result's buffer, packed; of float32 where no dtype is named."""
+    if buffer is None:
+        return None
+    require_tensor(name, buffer)
+    kind = dtype or torch.float32
+    if buffer.shape != shape or not buffer.is_contiguous():
+        raise ValueError(
+            f"{name}: expected shape {list(shape)}, contiguous, got {list(buffer.shape)} with "
+            f"strides {buffer.stride()}"
+        )
+    if buffer.dtype != kind:
+        raise TypeError(f"{name}: expected {kind}, got {buffer.dtype}")
+    if buffer.device != plan.device:
+        raise ValueError(f"{name}: expected device {plan.device}, got {buffer.device}")
+    check_grad(name, buffer)
+    return buffer.flatten(0, 1) if buffer.ndim == len(shape) > (3 if dtype else 2) else buffer

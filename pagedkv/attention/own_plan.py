@@ -1,0 +1,229 @@
+"""The plan of a step over pages of the caller's own, made once for all of its calls."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pagedkv.arrays import Ints
+from pagedkv.kernels.sending import sent
+
+from .backend import choose_backend
+from .checks import require_tensor
+
+LAYOUTS = ("NHD", "HND")
+ALIGNMENT = 16  # bytes, of every tensor that a kernel is given
+
+_chosen = functools.cache(choose_backend)
+
+
+class AttentionPlan:
+    """The rows of a step over pages of the caller's own, for `attend_pages` and `write_pages`.
+
+    One plan serves all layers of a step: what a backend works out is kept in it. It holds for the
+    table and the lengths as they were. While a CUDA graph is captured, make the plan inside: a
+    replay reads table and lengths anew, of as many rows.
+
+    Entries of the table that no query sees may be anything. On a CPU the others are checked; on a
+    card this would take a wait for it. A row of length 0 gives zeros.
+
+    Args:
+        page_table: `[B, columns]` integers, the pages of each row (FlashAttention 2: block_table).
+        cache_seqlens: `[B]` integers, tokens of each row, new ones included, on the table's device
+            or on the host.
+        cu_seqlens_q: `[B + 1]` integers, where each row's queries begin and end (FlashInfer:
+            qo_indptr). They are a row's last tokens. On the host it costs no wait for the device.
+        page_size: tokens of a page.
+        kv_layout: `"NHD"` for pages `[N, page_size, G, D]`, `"HND"` for `[N, G, page_size, D]`.
+        seqlen_q: queries of each row, if there is no `cu_seqlens_q`.
+        slot_mapping: `[T]` integers, where `write_pages` puts tokens: `page * page_size + offset`,
+            -1 for nowhere; by default where the table has them.
+        max_seqlen_k: a bound of the lengths; by default what the table has room for. A lower one
+            saves a card memory.
+        backend: as of `PagedKVCache`.
+
+    Raises:
+        TypeError, ValueError: a shape, dtype or device that does not fit, a length out of range.
+        NotImplementedError: the backend is not there.
+
+    Examples:
+        >>> import torch
+        >>> from pagedkv import AttentionPlan
+        >>> table = torch.tensor([[3, 0], [1, -1]])
+        >>> plan = AttentionPlan(table, torch.tensor([5, 2]), page_size=4)
+        >>> plan.positions, plan.slot_mapping
+        (tensor([4, 1]), tensor([0, 5]))
+    """
+
+    def __init__(
+        self,
+        page_table: Tensor,
+        cache_seqlens: Tensor,
+        cu_seqlens_q: Tensor | None = None,
+        *,
+        page_size: int,
+        kv_layout: Literal["NHD", "HND"] = "NHD",
+        seqlen_q: int = 1,
+        slot_mapping: Tensor | None = None,
+        max_seqlen_k: int | None = None,
+        backend: str = "auto",
+    ) -> None:
+        if kv_layout not in LAYOUTS:
+            raise ValueError(f"kv_layout: expected 'NHD' or 'HND', got {kv_layout!r}")
+        counts = {"page_size": page_size, "seqlen_q": seqlen_q, "max_seqlen_k": max_seqlen_k}
+        for name, count in counts.items():
+            if count is not None and (not isinstance(count, int) or count < 1):
+                raise ValueError(f"{name}: expected a positive integer, got {count!r}")
+        _check_ints("page_table", page_table, (None, None))
+        self.num_rows, columns = page_table.shape
+        self.device, self.page_size, self.kv_layout = page_table.device, page_size, kv_layout
+        self.backend = _chosen(backend, self.device)
+        _check_ints("cache_seqlens", cache_seqlens, (self.num_rows,), self.device)
+        # Host first, so that a mistake is found before anything is sent.
+        self.seqlen_q = None if cu_seqlens_q is not None else seqlen_q
+        self.num_new = self._counts(cu_seqlens_q, seqlen_q)
+        self.num_tokens = int(self.num_new.sum())
+        self.lens: Ints | None = None
+        room = columns * page_size
+        self.max_seqlen_k = room if max_seqlen_k is None else min(max_seqlen_k, room)
+        if self.backend != "triton" or cache_seqlens.device.type == "cpu":
+            self.lens = cache_seqlens.cpu().numpy().astype(np.int64)
+            self._check_lens(self.lens, room)
+            self.max_seqlen_k = int(self.lens.max(initial=0))
+        self._memo: dict[Any, Any] = {}
+        self.page_table = self._sent(page_table)
+        self.cache_seqlens = self._sent(cache_seqlens)
+        if cu_seqlens_q is None:  # made there, as a captured graph has to
+            order = torch.arange(self.num_rows + 1, dtype=torch.int32, device=self.device)
+            self.cu_seqlens_q = order * seqlen_q
+        else:
+            self.cu_seqlens_q = self._sent(cu_seqlens_q)
+        self._slots: Tensor | None = None
+        if slot_mapping is not None:
+            _check_ints("slot_mapping", slot_mapping, (self.num_tokens,), self.device)
+            self._slots = slot_mapping.to(self.device, torch.int64).contiguous()
+
+    def _counts(self, starts: Tensor | None, each: int) -> Ints:
+        """Queries of each row."""
+        if starts is None:
+            return np.full(self.num_rows, each, np.int64)
+        _check_ints("cu_seqlens_q", starts, (self.num_rows + 1,), self.device)
+        bounds = starts.cpu().numpy().astype(np.int64)
+        counts: Ints = np.diff(bounds)
+        if bounds[0] or (counts < 0).any():
+            raise ValueError(f"cu_seqlens_q: expected to rise from 0, got {bounds.tolist()}")
+        return counts
+
+    def _check_lens(self, lens: Ints, room: int) -> None:
+        wrong = np.flatnonzero((lens < 0) | (lens > self.max_seqlen_k))
+        if wrong.size:
+            what = f"room in the {room // self.page_size} columns of page_table"
+            what = what if self.max_seqlen_k == room else "max_seqlen_k"
+            raise ValueError(
+                f"cache_seqlens: expected 0..{self.max_seqlen_k}, {what}, got {lens[wrong[0]]} of "
+                f"row {wrong[0]}"
+            )
+
+    def _sent(self, ints: Tensor) -> Tensor:
+        """Integers as kernels take them; themselves if they are so."""
+        if ints.device != self.device:
+            return sent(ints.to(torch.int32).numpy(), self.device)
+        found = ints.to(torch.int32).contiguous()
+        return found.clone() if found.data_ptr() % ALIGNMENT else found
+
+    @property
+    def positions(self) -> Tensor:
+        """`[T]` int64, the place of every new token in its text; negative before its first."""
+        return self.once("positions", lambda: self._placed()[1])
+
+    @property
+    def slot_mapping(self) -> Tensor:
+        """`[T]` int64, where `write_pages` puts every new token; -1 for nowhere."""
+        if self._slots is not None:
+            return self._slots
+
+        def build() -> Tensor:
+            row, position = self._placed()
+            column = (position // self.page_size).clamp(0, self.page_table.shape[1] - 1)
+            page = self.page_table[row, column].long()
+            slots = page * self.page_size + position % self.page_size
+            return slots.masked_fill_((page < 0) | (position < 0), -1)
+
+        return self.once("slots", build)
+
+    def _placed(self) -> tuple[Tensor, Tensor]:
+        """The row of every new token, and its position in it."""
+        tokens, lens = torch.arange(self.num_tokens, device=self.device), self.cache_seqlens
+        if self.seqlen_q is not None:
+            row = tokens // self.seqlen_q
+        else:
+            spans = self.cu_seqlens_q.diff().long()
+            rows = torch.arange(self.num_rows, device=self.device)
+            row = rows.repeat_interleave(spans, output_size=self.num_tokens)
+        return row, tokens + (lens - self.cu_seqlens_q[1:])[row]
+
+    def once(self, key: Any, build: Callable[[], Any]) -> Any:
+        """A value that is computed for the first layer that asks for it."""
+        if key not in self._memo:
+            self._memo[key] = build()
+        return self._memo[key]
+
+    def check_pages(self, count: int, window: int | None) -> None:
+        """Raises, on a CPU, for a page that some query sees and that is none of `count`."""
+        if self.device.type == "cpu":
+            self.once(("seen", count, window), lambda: self._check_seen(count, window))
+
+    def _check_seen(self, count: int, window: int | None) -> bool:
+        assert self.lens is not None
+        behind = 0 if window is None else self.lens - self.num_new - window + 1
+        first = np.where(self.num_new > 0, np.maximum(behind, 0), self.lens)
+        return self._check_entries(count, first)
+
+    def check_slots(self, count: int) -> None:
+        """Raises, on a CPU, for a slot to write that is none of `count` pages."""
+        if self.device.type == "cpu":
+            assert self.lens is not None
+            if self._slots is None:
+                first = np.maximum(self.lens - self.num_new, 0)
+                self.once(("written", count), lambda: self._check_entries(count, first))
+            elif self.num_tokens:
+                least, most = (int(x) for x in self._slots.aminmax())
+                if least < -1 or most >= count * self.page_size:
+                    raise ValueError(
+                        f"slot_mapping: expected -1..{count * self.page_size - 1}, got "
+                        f"{least}..{most}"
+                    )
+
+    def _check_entries(self, count: int, first: Any) -> bool:
+        """Checks the table from each row's first token on to its last; True."""
+        assert self.lens is not None
+        table, size = self.page_table.numpy(), self.page_size
+        columns, last = np.arange(table.shape[1]), -(-self.lens // size)
+        looked = (columns >= (first // size)[:, None]) & (columns < last[:, None])
+        wrong = np.argwhere(looked & ((table < 0) | (table >= count)))
+        if wrong.size:
+            row, column = wrong[0].tolist()
+            raise ValueError(
+                f"page_table: expected a page 0..{count - 1} in column {column} of row {row}, "
+                f"whose length is {self.lens[row]}, got {table[row, column]}"
+            )
+        return True
+
+
+def _check_ints(
+    name: str, ints: Tensor, shape: tuple[int | None, ...], device: torch.device | None = None
+) -> None:
+    """Raises unless it has integers of this shape, on a device or on the host."""
+    require_tensor(name, ints)
+    if ints.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"{name}: expected int32 or int64, got {ints.dtype}")
+    if ints.ndim != len(shape) or any(n not in (None, m) for n, m in zip(shape, ints.shape)):
+        wanted = [x or "any" for x in shape]
+        raise ValueError(f"{name}: expected shape {wanted}, got {list(ints.shape)}")
+    if device is not None and ints.device not in (device, torch.device("cpu")):
+        raise ValueError(f"{name}: expected device {device} or the host, got {ints.device}")
