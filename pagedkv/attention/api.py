@@ -36,6 +36,15 @@ def write_kv(k: Tensor, v: Tensor, step: StepMetadata, layer: int) -> None:
         ClosedStepError: the step was committed or aborted.
         ValueError, TypeError: a shape, device or dtype differs from the cache's.
         GradModeError: `k` or `v` require gradients.
+
+    Examples:
+        >>> import torch
+        >>> from pagedkv import CacheConfig, PagedKVCache, write_kv
+        >>> config = CacheConfig(1, num_kv_heads=2, head_dim=16, dtype="float32", max_tokens=64)
+        >>> cache = PagedKVCache(config, device="cpu")
+        >>> q, k, v = torch.randn(3, 8, 16).split([4, 2, 2], dim=1)
+        >>> with cache.step([cache.add()], num_new=3) as step:
+        ...     write_kv(k, v, step, layer=0)
     """
     if torch.compiler.is_compiling():
         # Without a result a compiler takes it for dead code; paged_attention writes as well.
@@ -111,6 +120,17 @@ def paged_attention(
         ClosedStepError: the step was committed or aborted.
         ValueError, TypeError: a shape, device or dtype differs from the cache's.
         GradModeError: `q`, `k`, `v` or `sinks` require gradients.
+
+    Examples:
+        >>> import torch
+        >>> from pagedkv import CacheConfig, PagedKVCache, paged_attention
+        >>> config = CacheConfig(1, num_kv_heads=2, head_dim=16, dtype="float32", max_tokens=64)
+        >>> cache = PagedKVCache(config, device="cpu")
+        >>> q, k, v = torch.randn(3, 8, 16).split([4, 2, 2], dim=1)
+        >>> with cache.step([cache.add()], num_new=3) as step:
+        ...     out = paged_attention(q, k, v, step, layer=0)
+        >>> out.shape
+        torch.Size([3, 4, 16])
     """
     if torch.compiler.is_compiling():
         out, lse = _operator(q, k, v, step.handle, layer, scale, softcap, sinks)
@@ -182,6 +202,18 @@ def attend_again(
     Raises:
         ValueError: the layer has not written, or `num_queries` does not fit the step.
         NotImplementedError, ClosedStepError, TypeError, GradModeError: as `paged_attention`.
+
+    Examples:
+        >>> import torch
+        >>> from pagedkv import CacheConfig, PagedKVCache, attend_again, write_kv
+        >>> config = CacheConfig(1, num_kv_heads=2, head_dim=16, dtype="float32", max_tokens=64)
+        >>> cache = PagedKVCache(config, device="cpu")
+        >>> q, k, v = torch.randn(3, 8, 16).split([4, 2, 2], dim=1)
+        >>> with cache.step([cache.add()], num_new=3) as step:
+        ...     write_kv(k, v, step, layer=0)
+        ...     out = attend_again(q, step, layer=0)
+        >>> out.shape
+        torch.Size([3, 4, 16])
     """
     if torch.compiler.is_compiling():
         # Nothing tells a compiler that this call has to follow the one that writes.

@@ -105,6 +105,23 @@ class PagedKVCache:
         NotImplementedError: the backend has no kernels for this device, dtype or head dim.
         ForeignFileError: there is a file of the trace's name that is no trace; it is left alone.
         ValueError: the prefix store is no folder that can be written, or not for such a cache.
+
+    Examples:
+        K and V come from a model; here they are random. Examples of methods go on from here.
+
+        >>> import torch
+        >>> from pagedkv import CacheConfig, PagedKVCache, paged_attention
+        >>> shape = {"num_layers": 1, "num_kv_heads": 2, "head_dim": 16, "dtype": "float32"}
+        >>> config = CacheConfig(**shape, max_tokens=1024, host_tokens=256)
+        >>> cache = PagedKVCache(config, device="cpu")
+        >>> def attend(step):
+        ...     q, k, v = torch.randn(step.num_tokens, 8, 16).split([4, 2, 2], dim=1)
+        ...     return paged_attention(q, k, v, step, layer=0)
+        >>> seq = cache.add(list(range(20)))
+        >>> with cache.step([seq]) as step:
+        ...     out = attend(step)  # [20, 4, 16]
+        >>> print(cache.length(seq), "tokens in", cache.stats().live, "pages")
+        20 tokens in 2 pages
     """
 
     def __init__(
@@ -228,6 +245,11 @@ class PagedKVCache:
         Raises:
             OutOfPagesError: the reservation cannot be kept now.
             SequenceTooLongError, TooManySequencesError: it can never fit; no row is free.
+
+        Examples:
+            >>> other = cache.add([*range(18), 99, 100])
+            >>> cache.length(other), cache.uncached(other).tolist()
+            (18, [99, 100])
         """
         self._free_released()
         salt = as_salt(salt)
@@ -266,11 +288,22 @@ class PagedKVCache:
         return seq
 
     def uncached(self, seq: int) -> Tokens:
-        """Prompt ids of a sequence that still need compute; never empty right after `add`."""
+        """Prompt ids of a sequence that still need compute; never empty right after `add`.
+
+        Examples:
+            >>> cache.uncached(cache.add([0, 1, 2, 77])).tolist()
+            [77]
+        """
         return self._tables.uncached(seq).copy()
 
     def fork(self, seq: int, n: int = 1) -> list[int]:
-        """Starts n sequences that share all of a sequence's pages; a write copies the last one."""
+        """Starts n sequences that share all of a sequence's pages; a write copies the last one.
+
+        Examples:
+            >>> samples = cache.fork(seq, 4)
+            >>> cache.stats().live, cache.stats().shared
+            (2, 2)
+        """
         self._free_released()
         self._require_not_in_step([self._tables.row_of(seq)])
         n = int(n) if isinstance(n, np.integer) else n
@@ -307,6 +340,12 @@ class PagedKVCache:
         Raises:
             OutOfPagesError, SequenceTooLongError: nothing was changed.
             OpenStepError: the previous step is neither committed nor aborted.
+
+        Examples:
+            >>> step = cache.prepare([seq], tokens=[20])
+            >>> step.positions
+            tensor([20])
+            >>> cache.abort(step)
         """
         self._free_released()
         prepare = partial(self._prepare, seqs, tokens, num_new)
@@ -407,6 +446,13 @@ class PagedKVCache:
             LayerWritesError: other layers wrote, and tokens would be kept; the step stays open.
             MemoryError: there was no memory to code pages or to choose states, and the step stays
                 open; or none to merge values, and the step is committed. `step.state` says which.
+
+        Examples:
+            >>> step = cache.prepare([seq], tokens=[[20, 21, 22]])  # a draft
+            >>> out = attend(step)
+            >>> cache.commit(step, accepted=[2])
+            >>> cache.length(seq)
+            22
         """
         with self._closing:
             plan = self._require_mine(step)
@@ -451,6 +497,12 @@ class PagedKVCache:
         Raises:
             ClosedStepError: the step was already committed or aborted.
             WrongCacheError: the step belongs to another cache.
+
+        Examples:
+            >>> step = cache.prepare([seq], tokens=[20])
+            >>> cache.abort(step)
+            >>> cache.length(seq)
+            20
         """
         with self._closing:
             plan = self._require_mine(step)
@@ -474,6 +526,12 @@ class PagedKVCache:
         """A step as a context: `prepare`, then `commit`, or `abort` if the body raises.
 
         The body may commit or abort the step itself.
+
+        Examples:
+            >>> with cache.step([seq], tokens=[20]) as step:
+            ...     out = attend(step)
+            >>> cache.length(seq)
+            21
         """
         before, layers = self._open, as_layers(layers, self.config.num_layers)
         try:
@@ -497,6 +555,10 @@ class PagedKVCache:
         """How many tokens of a prompt have findable pages, and how many `add` would find.
 
         They differ where a model has recurrent states, and none is kept at the end of the pages.
+
+        Examples:
+            >>> cache.stored_prefix([*range(18), 99])
+            (18, 18)
         """
         return sequences.stored_prefix(
             self._tables, as_ids("tokens", tokens), self.identity.salted(as_salt(salt))
@@ -507,6 +569,10 @@ class PagedKVCache:
 
         What it says of texts under other salts is for who runs the cache, not for who sent the
         prompt.
+
+        Examples:
+            >>> cache.explain([0, 1, 2, 77]).found
+            3
         """
         return explain(self, as_ids("tokens", tokens), as_salt(salt))
 
@@ -519,6 +585,19 @@ class PagedKVCache:
 
         Raises:
             ValueError: the cache has no states, or the sequence has no tokens.
+
+        Examples:
+            >>> from pagedkv.config import StateLayer
+            >>> sums = StateLayer((((16,), "float32"),))  # 16 numbers of each text
+            >>> config = CacheConfig(**shape, max_tokens=64, states=(sums,))
+            >>> hybrid = PagedKVCache(config, device="cpu")
+            >>> row = hybrid.add([1, 2, 3])
+            >>> with hybrid.step([row]) as step:
+            ...     out = attend(step)
+            ...     step.write_state(0, [torch.ones(1, 16)])
+            >>> hybrid.checkpoint(row)
+            >>> hybrid.checkpoints(row), hybrid.read_state(row, layer=0)[0].shape
+            ([3], torch.Size([1, 16]))
         """
         tables = self._tables
         row = tables.row_of(seq)
@@ -535,12 +614,23 @@ class PagedKVCache:
                 self._recorder.note("checkpoint", seq=int(seq))
 
     def checkpoints(self, seq: int) -> list[int]:
-        """Lengths of a sequence's text, ascending, that `truncate` can go back to."""
+        """Lengths of a sequence's text, ascending, that `truncate` can go back to.
+
+        Examples:
+            >>> cache.checkpoints(seq)  # `checkpoint` shows a model with states
+            []
+        """
         states, row = self._tables.states, self._tables.row_of(seq)
         return [] if states is None else states.checkpoints.lengths(row)
 
     def read_state(self, seqs: int | Sequence[int] | Ints, layer: int) -> list[Tensor]:
-        """Copies of the states of some sequences in one state layer: `[B, *shape]` each."""
+        """Copies of the states of some sequences in one state layer: `[B, *shape]` each.
+
+        Examples:
+            >>> cache.read_state(seq, layer=0)  # `checkpoint` shows a model with states
+            Traceback (most recent call last):
+            ValueError: layer: this cache has no states, configure `states`
+        """
         rows = self._tables.rows_of(several(seqs))
         self._tables.require_here(rows.tolist())
         if self._tables.states is None or self._states is None:
@@ -554,6 +644,11 @@ class PagedKVCache:
             ValueError: n is outside 0..length, or what a window needs at n was dropped, or a policy
                 has evicted tokens behind n, or no state is kept at n.
             OutOfPagesError: the slot of the state at n is promised to another sequence.
+
+        Examples:
+            >>> cache.truncate(seq, 5)
+            >>> cache.length(seq)
+            5
         """
         self.require_truncatable(seq, n)
         with Uninterrupted():
@@ -572,6 +667,11 @@ class PagedKVCache:
             ValueError: there are no such tokens; ids behind them are not known; or a window, a
                 policy, or a state without a checkpoint has no way back. Nothing was changed.
             SequenceTooLongError: the new text can never fit.
+
+        Examples:
+            >>> cache.splice(seq, 3, 10, [77])
+            >>> cache.length(seq), cache.uncached(seq).tolist()
+            (3, [77, 10, 11, 12, 13, 14, 15, 16, 17, 18, 19])
         """
         plan = splicing.plan(self._tables, seq, start, stop, as_ids("tokens", tokens))
         self._require_not_in_step([plan.row])
@@ -591,7 +691,13 @@ class PagedKVCache:
         self._require_not_in_step(rows)
 
     def free(self, seqs: int | Sequence[int] | Ints) -> None:
-        """Ends sequences. Their committed prefixes stay findable until the pages are reused."""
+        """Ends sequences. Their committed prefixes stay findable until the pages are reused.
+
+        Examples:
+            >>> cache.free(seq)
+            >>> cache.stats().live, cache.stats().cached
+            (0, 2)
+        """
         names = several(seqs)
         if len(names) == 0:
             return
@@ -600,7 +706,12 @@ class PagedKVCache:
         self._end(rows)
 
     def length(self, seq: int) -> int:
-        """Committed tokens of a sequence's text."""
+        """Committed tokens of a sequence's text.
+
+        Examples:
+            >>> cache.length(seq)
+            20
+        """
         return int(self._tables.lengths[self._tables.row_of(seq)])
 
     def gather(self, seq: int, layer: int) -> tuple[Tensor, Tensor]:
@@ -608,12 +719,22 @@ class PagedKVCache:
 
         With a window only the last tokens are stored. Where a policy evicts, `positions` says
         which tokens are.
+
+        Examples:
+            >>> k, v = cache.gather(seq, layer=0)
+            >>> k.shape
+            torch.Size([20, 2, 16])
         """
         group, pages, tokens = self._stored(seq, layer)
         return self._storage.read(layer, pages - self._tables.base[group], tokens)
 
     def positions(self, seq: int, layer: int) -> Ints:
-        """Returns which committed tokens of a sequence one layer stores: `[stored]`, ascending."""
+        """Returns which committed tokens of a sequence one layer stores: `[stored]`, ascending.
+
+        Examples:
+            >>> len(cache.positions(seq, layer=0))
+            20
+        """
         _, pages, tokens = self._stored(seq, layer)
         size = self.config.page_size
         places = self._tables.column_of[pages, None] * size + np.arange(size)
@@ -635,6 +756,11 @@ class PagedKVCache:
         """Forgets every cached prefix, as a change of weights demands.
 
         Live sequences go on, but no prompt finds their pages any more.
+
+        Examples:
+            >>> cache.clear_prefixes()
+            >>> cache.length(cache.add(list(range(20))))
+            0
         """
         if self._open is not None:
             raise OpenStepError("clear_prefixes: a step is open, commit or abort it first")
@@ -660,6 +786,13 @@ class PagedKVCache:
         Raises:
             ValueError: the pool is of fixed size.
             OpenStepError: a step is neither committed nor aborted.
+
+        Examples:
+            >>> config = CacheConfig(**shape, max_tokens=1024, growth_step=128)
+            >>> grown = PagedKVCache(config, device="cpu")
+            >>> grown.free(grown.add(max_tokens=1000))
+            >>> grown.shrink() > 0
+            True
         """
         self._free_released()
         growth = self._tables.growth
@@ -691,6 +824,11 @@ class PagedKVCache:
             HostMemoryError: `CacheConfig.host_tokens` or the machine does not allow it; nothing was
                 changed.
             OffloadedError, OpenStepError: one of them is offloaded already, or in an open step.
+
+        Examples:
+            >>> cache.offload(seq)
+            >>> cache.length(seq), cache.stats().live
+            (20, 0)
         """
         self._free_released()
         names = several(seqs)
@@ -719,6 +857,12 @@ class PagedKVCache:
         Raises:
             OutOfPagesError: not all of them fit; nothing was changed.
             HostMemoryError: there is no memory to copy them through; nothing was changed.
+
+        Examples:
+            >>> cache.offload(seq)
+            >>> cache.restore(seq)
+            >>> cache.stats().live
+            2
         """
         if self._open is not None and self._tables.states is not None:
             raise OpenStepError(
@@ -748,7 +892,12 @@ class PagedKVCache:
                 self._recorder.note("restore", seqs=names, max_tokens=max_tokens)
 
     def is_offloaded(self, seq: int) -> bool:
-        """Whether a sequence is in host memory."""
+        """Whether a sequence is in host memory.
+
+        Examples:
+            >>> cache.is_offloaded(seq)
+            False
+        """
         return self._tables.row_of(seq) in self._tables.offloaded
 
     def copy_seconds(self, seq: int) -> float | None:
@@ -772,6 +921,11 @@ class PagedKVCache:
             OSError: the file cannot be written; a file of this name is left as it was.
             HostMemoryError: there is no memory to copy the pages through.
             OffloadedError: the sequence is in host memory.
+
+        Examples:
+            >>> cache.save(seq, "text.kv")
+            >>> cache.length(cache.load("text.kv"))
+            20
         """
         row = self._tables.row_of(seq)
         self._tables.require_here([row])
@@ -802,6 +956,11 @@ class PagedKVCache:
             WrongModelError, WrongShapeError: it belongs to another cache.
             OutOfPagesError, SequenceTooLongError, TooManySequencesError: it does not fit.
             HostMemoryError: the file does not fit into memory.
+
+        Examples:
+            >>> cache.save(seq, "text.kv")
+            >>> cache.length(cache.load("text.kv"))
+            20
         """
         self._free_released()
         salt = as_salt(salt)
@@ -835,6 +994,15 @@ class PagedKVCache:
 
         Raises:
             ValueError: there is no prefix store, or the salt is another.
+
+        Examples:
+            >>> config = CacheConfig(**shape, max_tokens=1024, fingerprint=b"of a model")
+            >>> kept = PagedKVCache(config, device="cpu", prefix_store="prefixes")
+            >>> text = kept.add(list(range(600)))
+            >>> with kept.step([text]) as step:
+            ...     out = attend(step)
+            >>> kept.store(text)
+            512
         """
         if self._prefixes is None:
             raise ValueError("store: this cache has no prefix store, give it `prefix_store`")
@@ -847,7 +1015,12 @@ class PagedKVCache:
     # ------------------------------------------------------------------ explain
 
     def stats(self) -> CacheStats:
-        """Counts of pages, and of tokens that were computed and reused."""
+        """Counts of pages, and of tokens that were computed and reused.
+
+        Examples:
+            >>> cache.stats().tokens_computed
+            20
+        """
         self._free_released()
         config, sizes = self.config, []
         for group in range(len(config.groups)):
@@ -861,7 +1034,13 @@ class PagedKVCache:
         return replace(stats, tokens_from_store=self._prefixes.tokens_found)
 
     def owners(self) -> Ints:
-        """`[pages]`, sequences that own each; another thread may compute while this is asked."""
+        """`[pages]`, sequences that own each; another thread may compute while this is asked.
+
+        Examples:
+            >>> forks = cache.fork(seq, 2)
+            >>> sorted(cache.owners().tolist())[-2:]
+            [3, 3]
+        """
         return self._tables.pool.refcount[:-1].astype(np.int64)
 
     def check(self) -> None:
@@ -872,6 +1051,9 @@ class PagedKVCache:
 
         Raises:
             CorruptCacheError: an invariant is broken; the message names the page.
+
+        Examples:
+            >>> cache.check()
         """
         self._free_released()
         tables = self._tables

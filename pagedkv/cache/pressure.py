@@ -45,7 +45,13 @@ OnPressure = Callable[[Any, Pressure], bool]  # given a PagedKVCache and the cal
 
 
 def offload_idle(cache: Any, pressure: Pressure) -> bool:
-    """An `on_pressure` that offloads the sequence that has waited longest, one at a time."""
+    """An `on_pressure` that offloads the sequence that has waited longest, one at a time.
+
+    Examples:
+        >>> from pagedkv import CacheConfig, PagedKVCache, offload_idle
+        >>> config = CacheConfig(1, 2, 16, "float32", max_tokens=32, host_tokens=64)
+        >>> cache = PagedKVCache(config, device="cpu", on_pressure=offload_idle)
+    """
     for seq in pressure.idle:
         try:
             cache.offload(seq)
