@@ -187,11 +187,11 @@ def attend_pages(
     if not isinstance(window_left, int) or window_left < -1:
         raise ValueError(f"window_left: expected -1 or more, got {window_left!r}")
     window = None if window_left == -1 else window_left + 1
+    causal = causal or int(plan.num_new.max(initial=0)) <= 1  # a last token sees all there is
     if not causal and window is not None:
         raise NotImplementedError(
             f"window_left: expected -1 where causal is False, got {window_left}"
         )
-    causal = causal or int(plan.num_new.max(initial=0)) <= 1  # a last token sees all there is
     softcap = None if isinstance(softcap, (int, float)) and softcap == 0 else softcap
     scoring = Scoring(packed.shape[2] ** -0.5 if scale is None else scale, None, softcap, sinks)
     scoring = scoring.checked(packed, window)
