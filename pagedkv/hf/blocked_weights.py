@@ -28,9 +28,9 @@ from pagedkv.storage.memory import available_memory
 
 from .activations import is_plain
 from .adapters import parts_of
-from .fingerprint import Seen, snapshot
 from .model import text_config
 from .norms import NormForward, norms_of
+from .snapshot import Seen, snapshot
 from .swapped import StandIns, Swapped, is_its_own
 from .telling import warn
 
@@ -166,7 +166,7 @@ class PackedWeights(StandIns):
         return sum(sizes.values())
 
     def refresh(self) -> None:
-        """Packs what has changed since it was packed, or was not there; see `fingerprint.py`.
+        """Packs what has changed since it was packed, or was not there; see `snapshot.py`.
 
         Others may be in the middle of a step: what has not changed stays where it is meanwhile, or
         some of their rows would be computed otherwise than the rest.

@@ -29,7 +29,6 @@ from pagedkv.step.metadata import StepMetadata
 from .adapters import without_adapters
 from .attach import attach, detach, detach_later
 from .dense import read, write_and_gather
-from .fingerprint import Weights
 from .forward_cache import Call, ForwardCache, other_model, uncompiled
 from .image_numbers import numbers_in
 from .images import on_device
@@ -41,6 +40,7 @@ from .mrope import Offsets, Prepared, holder_of
 from .padding import Packings
 from .prefix_rows import SHARES_NOTHING, Entry, can_enter, given_to, require_new
 from .release import CACHE, cache_argument
+from .snapshot import Weights
 from .states import StateLayer, make_layers, require_states_to_follow
 from .telling import warn
 from .texts import Texts, Told, beside_ids, beside_text, ids_of, kept_copy

@@ -19,7 +19,7 @@ from pagedkv.kernels.c.rms_norm import rms_norm, why_not
 from pagedkv.kernels.torch import rms_norm as twin
 from pagedkv.kernels.torch.rms_norm import bounds
 
-from .fingerprint import Seen
+from .snapshot import Seen
 from .swapped import Swapped, is_its_own
 
 How = tuple[float, float, bool]  # eps, what is added to weights, whether rows are rounded before

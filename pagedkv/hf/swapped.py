@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .fingerprint import Seen
+from .snapshot import Seen
 
 _SITES = Lock()  # of all models: packed weights of two kinds may come and go at once
 

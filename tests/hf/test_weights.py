@@ -12,7 +12,9 @@ from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_a
 
 from pagedkv import BatchGenerator, PagedCache, plan_memory
 from pagedkv.errors import ModelChangedError, WrongModelError
-from pagedkv.hf.fingerprint import SAMPLES, bits, fingerprint_of, is_stale, snapshot
+from pagedkv.hf.fingerprint import fingerprint_of
+from pagedkv.hf.samples import SAMPLES, bits
+from pagedkv.hf.snapshot import is_stale, snapshot
 from tests.batch.generating import alone, assert_nothing_held, generator, tokens_alone
 from tests.hf.tiny import generate, padded, prompts, tiny
 

@@ -10,7 +10,8 @@ import torch
 
 from pagedkv import BatchGenerator, PagedCache, plan_memory
 from pagedkv.errors import StreamError, WrongModelError
-from pagedkv.hf.fingerprint import SAMPLES, fingerprint_of
+from pagedkv.hf.fingerprint import fingerprint_of
+from pagedkv.hf.samples import SAMPLES
 from pagedkv.stream.reader import FileReader
 from pagedkv.stream.tensor_map import _stacked
 from tests.hf.tiny import generate, padded, prompts

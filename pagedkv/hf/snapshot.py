@@ -1,0 +1,94 @@
+"""Whether a model is still the one that K and V were computed with.
+
+Torch's counts of writes would not do: fused optimizers and numpy views write without counting.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+from pagedkv.errors import ModelChangedError
+
+from .adapters import state_of, tensors_of
+from .samples import bits
+
+
+class Seen(NamedTuple):
+    """A tensor at the time of a snapshot.
+
+    Attributes:
+        tensor: the tensor itself.
+        version: writes to it that torch counted.
+        address: where its bytes lie.
+        bits: the bytes of some of its elements.
+        of_adapter: whether it belongs to an adapter.
+    """
+
+    tensor: weakref.ref[Tensor]
+    version: int
+    address: int
+    bits: bytes
+    of_adapter: bool
+
+    def is_same(self, other: Seen) -> bool:
+        """Whether no sign shows that the tensor was changed in between."""
+        return self.tensor() is other.tensor() and self[1:4] == other[1:4]
+
+
+Snapshot = dict[str, Seen]
+
+
+def snapshot(model: nn.Module) -> Snapshot:
+    """The weights of a model as they are now, by name."""
+    held = list(tensors_of(model))
+    return {
+        each.name: Seen(weakref.ref(each.tensor), *_counted(each.tensor), some, each.of_adapter)
+        for each, some in zip(held, bits([each.tensor for each in held]))
+    }
+
+
+def is_stale(before: Snapshot, now: Snapshot) -> bool:
+    """Whether K and V computed at one snapshot may differ from those computed at a later one.
+
+    Adapters that were added do not count: where they act, the salt of prefixes differs
+    (`adapters.state_of`), and elsewhere they change nothing.
+    """
+    for name, seen in before.items():
+        if name not in now or not seen.is_same(now[name]):
+            return True
+    return any(not seen.of_adapter for name, seen in now.items() if name not in before)
+
+
+class Weights(NamedTuple):
+    """The weights and adapters that the rows of a cache were begun with."""
+
+    seen: Snapshot
+    adapters: bytes
+
+    @classmethod
+    def of(cls, model: Any, by_row: Sequence[str] | None = None) -> Weights:
+        """Weights and adapters of a model as it is now; `by_row` names the adapter of each row."""
+        return cls(snapshot(model), state_of(model, by_row))
+
+    def require_same(self, model: Any, by_row: Sequence[str] | None = None) -> None:
+        """Raises ModelChangedError where K and V computed now would be others."""
+        now = Weights.of(model, by_row)
+        if now.adapters != self.adapters or is_stale(self.seen, now.seen):
+            others = now.adapters != self.adapters
+            what = "adapters (`set_adapter`, `adapter_names`)" if others else "weights"
+            raise ModelChangedError(
+                f"model: its {what} have changed since this PagedCache was filled; `reset()` it "
+                "or start a new one"
+            )
+
+
+def _counted(tensor: Tensor) -> tuple[int, int]:
+    try:
+        address = tensor.data_ptr()
+    except Exception:  # of a class of its own, without memory
+        address = 0
+    return -1 if tensor.is_inference() else tensor._version, address
