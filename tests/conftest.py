@@ -99,7 +99,8 @@ def pytest_collection_finish() -> None:
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.get_closest_marker("gpu"):
-        torch = pytest.importorskip("torch")
+        import torch
+
         if not torch.cuda.is_available():
             pytest.skip("needs a CUDA device")
 

@@ -95,7 +95,6 @@ def test_transformers_does_not_take_our_folder_for_kernels_that_it_knows(fresh_p
 
 @pytest.mark.slow
 def test_transformers_imports_from_the_repository_root(fresh_python):
-    pytest.importorskip("transformers")
     code = (
         "from transformers import LlamaForCausalLM; import sys;"
         "print(getattr(sys.modules.get('kernels'), '__file__', None))"
@@ -119,7 +118,6 @@ def test_our_benchmarks_are_found_before_another_package_of_that_name(fresh_pyth
     theirs.write_text("raise RuntimeError('another package')")
     code = "import benchmarks.gpu; print(benchmarks.__file__)"
     assert fresh_python("-c", code, path=tmp_path) == str(ROOT / "benchmarks" / "__init__.py")
-    pytest.importorskip("torch")
     collect = ("-P", "-m", "pytest", "--collect-only", "-q", "benchmarks/bench_bookkeeping.py")
     assert "::bench_page_tables" in fresh_python(*collect, path=tmp_path)
 

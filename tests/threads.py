@@ -1,8 +1,7 @@
 """A fixture for tests of small models; a folder that imports it has it for all of its tests."""
 
 import pytest
-
-torch = pytest.importorskip("torch")
+import torch
 
 
 @pytest.fixture(scope="package", autouse=True)

@@ -1,9 +1,5 @@
 """A tokenizer of one letter for each id, and what is drawn with it."""
 
-import pytest
-
-pytest.importorskip("transformers")
-
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, StoppingCriteria
 

@@ -1,9 +1,6 @@
 """Options for the template of chat messages: tools, thinking, how the prompt ends."""
 
 import pytest
-
-pytest.importorskip("transformers")
-
 from transformers import CLIPImageProcessor, LlavaProcessor
 
 from pagedkv.batch.chats import require_known, told

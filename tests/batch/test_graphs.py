@@ -9,9 +9,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-
-pytest.importorskip("transformers")
-
 from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
 from pagedkv import BatchGenerator, CacheConfig, PagedKVCache

@@ -290,7 +290,8 @@ def test_a_compiled_model_computes_the_same(model):
 
 
 def test_a_model_with_adapters_in_its_mixers_is_as_alone(model):
-    peft = pytest.importorskip("peft")
+    import peft
+
     config = peft.LoraConfig(target_modules=["in_proj_qkvz", "out_proj", "q_proj"], r=2)
     config.init_lora_weights = False
     assert_like_alone(peft.get_peft_model(model, config).eval(), prompts(3, 9), max_new_tokens=3)

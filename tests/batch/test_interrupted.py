@@ -6,9 +6,6 @@ from threading import Thread
 
 import pytest
 import torch
-
-pytest.importorskip("transformers")
-
 from transformers import LogitsProcessor, StoppingCriteria
 
 from pagedkv import BatchGenerator

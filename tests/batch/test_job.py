@@ -3,8 +3,6 @@
 import numpy as np
 import pytest
 
-pytest.importorskip("transformers")
-
 from pagedkv import BatchGenerator
 from tests.batch.generating import alone, assert_same
 from tests.hf.tiny import VOCAB, tiny

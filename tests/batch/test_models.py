@@ -4,9 +4,6 @@ import re
 
 import pytest
 import torch
-
-pytest.importorskip("transformers")
-
 from transformers import AutoModelForSequenceClassification, pipeline
 
 from pagedkv import BatchGenerator, LayerStreamer, PagedCache
@@ -51,7 +48,8 @@ def test_a_forward_that_hands_on_what_it_gets_is_served(family, kind):
 
 
 def test_it_is_served_within_a_class_of_adapters_as_well():
-    peft = pytest.importorskip("peft")
+    import peft
+
     model = of_class(tiny(), PassesOn)  # whose adapter changes nothing yet
     rows = prompts(9, 5)
     expected = tokens_of(model, rows)

@@ -6,9 +6,6 @@ from array import array
 import numpy as np
 import pytest
 import torch
-
-pytest.importorskip("transformers")
-
 from transformers import GenerationConfig
 
 from tests.batch.generating import alone, assert_nothing_held, assert_same, failing, generator

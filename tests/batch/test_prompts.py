@@ -3,9 +3,6 @@
 import numpy as np
 import pytest
 import torch
-
-pytest.importorskip("transformers")
-
 from transformers import AutoModelForCausalLM
 
 from tests.batch.generating import assert_nothing_held, generator, tokens_alone
@@ -61,7 +58,8 @@ def test_a_column_of_texts_is_a_list_of_prompts(model, kind):
 
 
 def test_a_pyarrow_column_of_ids_or_of_messages_is_a_list_of_prompts(model):
-    pyarrow = pytest.importorskip("pyarrow")
+    import pyarrow
+
     chats = [[{"role": "user", "content": "dbe"}], [{"role": "user", "content": "ef"}]]
     with generator(model, letters()) as batched:
         for rows in ([[3, 1, 4], [4, 5]], chats):

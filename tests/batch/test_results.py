@@ -2,10 +2,6 @@
 
 from dataclasses import fields
 
-import pytest
-
-pytest.importorskip("transformers")
-
 from pagedkv.batch.results import GenerationStats
 from pagedkv.pages.stats import CacheStats
 

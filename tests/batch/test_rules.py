@@ -3,9 +3,6 @@
 import numpy as np
 import pytest
 import torch
-
-pytest.importorskip("transformers")
-
 from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria
 from transformers.generation import SuppressTokensLogitsProcessor, TopKLogitsWarper
 

@@ -6,9 +6,6 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-
-pytest.importorskip("transformers")
-
 from transformers import LogitsProcessor, StoppingCriteria
 
 from pagedkv.batch.runner import StepRunner

@@ -3,8 +3,6 @@
 import pytest
 import torch
 
-pytest.importorskip("transformers")
-
 from pagedkv.batch.running import Running
 from tests.batch.generating import assert_nothing_held, generator, tokens_alone
 from tests.hf.tiny import prompts, tiny

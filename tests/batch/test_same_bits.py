@@ -5,9 +5,6 @@ on how a text is cut into steps. A tolerance elsewhere lets it pass.
 """
 
 import pytest
-
-pytest.importorskip("transformers")
-
 import torch
 from torch import nn
 from transformers import AutoModelForCausalLM

@@ -8,9 +8,6 @@ from dataclasses import replace
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-
-pytest.importorskip("transformers")
-
 from transformers import LogitsProcessorList, StoppingCriteriaList
 from transformers.generation import (
     ExponentialDecayLengthPenalty,

@@ -12,8 +12,6 @@ from threading import Thread
 
 import pytest
 
-pytest.importorskip("transformers")
-
 from pagedkv import BatchGenerator
 from pagedkv.batch.runner import StepRunner
 from tests.batch.generating import alone, assert_nothing_held, assert_same, generator

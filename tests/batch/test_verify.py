@@ -10,9 +10,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
-pytest.importorskip("transformers")
-
 from transformers import LogitsProcessor, StoppingCriteria
 
 from pagedkv import PagedKVCache

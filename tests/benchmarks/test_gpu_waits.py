@@ -8,7 +8,6 @@ import warnings
 import pytest
 import torch
 
-pytest.importorskip("transformers")
 from benchmarks.gpu.waits import waits
 
 

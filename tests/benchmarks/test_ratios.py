@@ -82,7 +82,6 @@ def test_the_documentation_has_the_claims_of_the_suite_in_their_order_and_words(
 
 @pytest.mark.slow
 def test_each_way_is_a_row_of_its_job_and_ratios_are_held_against_a_file(tmp_path: Path) -> None:
-    pytest.importorskip("pytest_benchmark")
     file, run = tmp_path / "mine.json", [sys.executable, "-m", "pytest", "benchmarks/"]
     run += ["-k", "bench_grow", "--benchmark-json", str(tmp_path / "all.json")]
     # Nothing is timed by a worker of pytest-xdist, which this process may be.

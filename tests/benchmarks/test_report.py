@@ -47,7 +47,6 @@ def test_ways_of_a_case_are_set_against_ours(data: dict[str, Any]) -> None:
 def test_a_picture_is_drawn_where_asked(
     data: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    pytest.importorskip("matplotlib")
     file = tmp_path / "out.json"
     file.write_text(json.dumps(data))
     report.main([str(file), "--plots", str(tmp_path / "plots")])
@@ -73,7 +72,6 @@ def test_the_table_needs_no_matplotlib(
 
 
 def test_cells_of_a_card_are_drawn_as_well(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
     ways = {"ours": {"times": {"graph_cold": 10.0}}, "peer": {"missing": "not here"}}
     ways["read"] = {"times": {"graph_cold": 9.0}}
     cell = {"id": "decode/A", "bytes": 10**6, "flops": 10**7, "ways": ways, "run": 0}

@@ -7,10 +7,6 @@ import pytest
 
 from tests.effort import slow
 
-pytest.importorskip("transformers")
-pytest.importorskip("typer")
-pytest.importorskip("filelock")
-
 
 def test_what_is_installed_says_its_version(pagedkv):
     assert pagedkv("--version").stdout == f"pagedkv {version('pagedkv')}\n"

@@ -6,10 +6,6 @@ import sys
 
 import pytest
 
-pytest.importorskip("transformers")
-pytest.importorskip("typer")
-pytest.importorskip("filelock")
-
 from pagedkv.cli import job
 from pagedkv.cli.errors import UsageError
 from pagedkv.cli.prompts import read

@@ -4,7 +4,6 @@ import json
 
 import pytest
 
-pytest.importorskip("typer")
 pytest.importorskip("triton")
 
 import torch

@@ -4,10 +4,6 @@ import re
 
 import pytest
 
-pytest.importorskip("transformers")
-pytest.importorskip("typer")
-pytest.importorskip("filelock")
-
 from pagedkv import BudgetExceeded, plan_memory
 from pagedkv.cli.job import refusal
 from pagedkv.cli.prompts import Prompt
@@ -94,7 +90,6 @@ def test_a_budget_that_packed_weights_do_not_fit_says_so(generate, model):
 
 
 def test_a_packed_model_streams_and_gives_the_texts_of_the_one_in_memory(pagedkv, checkpoints):
-    pytest.importorskip("compressed_tensors")
     model = tiny(vocab_size=64, hidden_size=64, intermediate_size=128)
     folder = checkpoints("packed", None, model)
     (folder / "model.safetensors").unlink()

@@ -2,12 +2,6 @@
 
 import re
 
-import pytest
-
-pytest.importorskip("transformers")
-pytest.importorskip("typer")
-pytest.importorskip("filelock")
-
 from tests.hf.tiny import tiny
 
 PROMPTS = ("abc", "bcd" * 9, "e")

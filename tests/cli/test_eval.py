@@ -9,10 +9,6 @@ from types import ModuleType
 
 import pytest
 
-pytest.importorskip("transformers")
-pytest.importorskip("typer")
-pytest.importorskip("filelock")
-
 ROOT = Path(__file__).resolve().parents[2]
 
 

@@ -5,11 +5,6 @@ import re
 
 import pytest
 
-pytest.importorskip("transformers")
-pytest.importorskip("typer")
-pytest.importorskip("filelock")
-
-
 from pagedkv.cli import job, loading, main, screen
 from tests.cli.conftest import LETTERS, SHORT, answers
 from tests.hf.tiny import tiny

@@ -3,12 +3,6 @@
 import re
 import shutil
 
-import pytest
-
-pytest.importorskip("transformers")
-pytest.importorskip("typer")
-pytest.importorskip("filelock")
-
 from pagedkv.cli import generate_run
 from pagedkv.cli.pace import Pace
 from tests.cli.conftest import LETTERS, SHORT, answers

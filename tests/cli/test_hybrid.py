@@ -4,10 +4,6 @@ import json
 
 import pytest
 
-pytest.importorskip("transformers")
-pytest.importorskip("typer")
-pytest.importorskip("filelock")
-
 from tests.cli.conftest import CHAT, SHORT, answers
 from tests.hybrids import tiny_hybrid
 

@@ -3,11 +3,6 @@
 import shutil
 
 import pytest
-
-pytest.importorskip("transformers")
-pytest.importorskip("typer")
-pytest.importorskip("filelock")
-
 from transformers import T5Config, ViTConfig
 
 from pagedkv.cli import job

@@ -7,10 +7,6 @@ import subprocess
 import sys
 
 import pytest
-
-pytest.importorskip("transformers")
-pytest.importorskip("safetensors")
-
 import torch
 from safetensors.torch import save_file
 

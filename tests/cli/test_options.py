@@ -3,11 +3,6 @@
 import json
 
 import pytest
-
-pytest.importorskip("transformers")
-pytest.importorskip("typer")
-pytest.importorskip("filelock")
-
 from transformers import GenerationConfig
 
 from tests.cli.conftest import LETTERS, SHORT, answers

@@ -9,8 +9,6 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("filelock")
-
 from pagedkv.cli.errors import UsageError
 from pagedkv.cli.output import Output, key_of
 

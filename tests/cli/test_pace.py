@@ -5,9 +5,6 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-pytest.importorskip("rich")
-pytest.importorskip("transformers")
-
 from pagedkv.batch.forecast import Forecast
 from pagedkv.batch.results import GenerationStats, Result, Running
 from pagedkv.cli.pace import NEAR, Pace

@@ -5,8 +5,6 @@ import re
 
 import pytest
 
-pytest.importorskip("typer")
-
 from pagedkv import plan_memory
 from pagedkv.planner.gpus import gpu_table
 from tests.planner.models import LLAMA_70B, save

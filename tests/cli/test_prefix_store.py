@@ -2,9 +2,6 @@
 
 import pytest
 
-pytest.importorskip("transformers")
-pytest.importorskip("typer")
-
 from pagedkv import BudgetExceeded, plan_memory
 
 LONG = "abcdefghijklmnopqrstuvwxyz" * 6  # 156 letters, each a token

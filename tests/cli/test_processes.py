@@ -10,10 +10,6 @@ import time
 
 import pytest
 
-pytest.importorskip("transformers")
-pytest.importorskip("typer")
-pytest.importorskip("filelock")
-
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(sys.platform == "win32", reason="signals and terminals of Unix"),

@@ -70,7 +70,6 @@ def test_a_text_shorter_than_asked_for_is_read_whole_and_said(measure, tmp_path)
 
 
 def test_all_figures_go_to_a_file_and_a_picture_is_drawn(measure, tmp_path):
-    pytest.importorskip("matplotlib")
     figures, picture = tmp_path / "out.json", tmp_path / "out.png"
     result = measure("--kv-format", "dense", "int8", "--json", figures, "--plot", picture)
     found = json.loads(figures.read_text())

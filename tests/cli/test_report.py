@@ -6,10 +6,6 @@ import re
 from dataclasses import replace
 
 import pytest
-
-pytest.importorskip("rich")
-pytest.importorskip("transformers")
-
 from rich.console import Console
 
 from pagedkv.batch.results import GenerationStats

@@ -5,10 +5,6 @@ import sys
 
 import pytest
 
-pytest.importorskip("transformers")
-pytest.importorskip("typer")
-pytest.importorskip("filelock")
-
 from pagedkv.cli import job
 
 

@@ -5,11 +5,6 @@ import json
 import math
 
 import pytest
-
-pytest.importorskip("transformers")
-pytest.importorskip("typer")
-pytest.importorskip("filelock")
-
 import transformers
 
 from pagedkv import BatchGenerator

@@ -6,10 +6,6 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-
-pytest.importorskip("rich")
-pytest.importorskip("transformers")
-
 from rich.console import Console, Group
 from rich.text import Text
 

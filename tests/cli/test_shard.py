@@ -10,10 +10,6 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("transformers")
-pytest.importorskip("typer")
-pytest.importorskip("filelock")
-
 from pagedkv.cli import job as jobs
 from pagedkv.cli.errors import UsageError
 from pagedkv.cli.shard import Shard, shard_of

@@ -6,8 +6,6 @@ import os
 
 import pytest
 
-pytest.importorskip("filelock")
-
 from pagedkv.cli.answers import types_of
 from pagedkv.cli.errors import UsageError
 from pagedkv.cli.prompts import Prompt, read
@@ -162,8 +160,6 @@ def test_an_arrow_file_has_what_a_parquet_file_has(tmp_path, parquet, name):
 
 @pytest.mark.parametrize("name", ["out.csv", "out.parquet", "out.arrow"])
 def test_a_table_takes_the_place_of_the_one_before_whole_or_not_at_all(tmp_path, monkeypatch, name):
-    if not name.endswith("csv"):
-        pytest.importorskip("pyarrow")
     out = tmp_path / name
     write(out)
     before = out.read_bytes()

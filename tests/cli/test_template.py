@@ -4,10 +4,6 @@ import json
 
 import pytest
 
-pytest.importorskip("transformers")
-pytest.importorskip("typer")
-pytest.importorskip("filelock")
-
 from pagedkv.cli.errors import UsageError
 from pagedkv.cli.prompts import read
 from pagedkv.cli.template import Template

@@ -9,12 +9,8 @@ import subprocess
 import sys
 import termios
 
+import pyte
 import pytest
-
-pytest.importorskip("transformers")
-pytest.importorskip("typer")
-pytest.importorskip("filelock")
-pyte = pytest.importorskip("pyte")
 
 pytestmark = [
     pytest.mark.slow,

@@ -11,10 +11,6 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("transformers")
-pytest.importorskip("typer")
-pytest.importorskip("filelock")
-
 from tests.cli.conftest import LETTERS, SHORT
 from tests.cli.test_processes import by_place, lines_of, wait_for
 from tests.hf.tiny import tiny

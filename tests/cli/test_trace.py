@@ -4,9 +4,6 @@ import json
 
 import pytest
 
-pytest.importorskip("transformers")
-pytest.importorskip("typer")
-
 from pagedkv.trace import replay
 
 

@@ -16,7 +16,6 @@ LETTERS = ["\n", *map(chr, range(32, 127))]
 @pytest.fixture(scope="session")
 def tiny_path(tmp_path_factory) -> Path:
     """Folder of a tiny random llama with a tokenizer of one token for each letter."""
-    pytest.importorskip("transformers")
     import torch
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
@@ -43,7 +42,7 @@ def tiny_path(tmp_path_factory) -> Path:
 @pytest.fixture
 def prelude() -> Callable[[Path], dict[str, Any]]:
     """The names that every page may use without having made them."""
-    transformers = pytest.importorskip("transformers")
+    import transformers
 
     def names(path: Path) -> dict[str, Any]:
         model = transformers.AutoModelForCausalLM.from_pretrained(path).eval()

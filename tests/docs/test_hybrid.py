@@ -6,7 +6,8 @@ from tests.docs.pages import DOCS, blocks
 
 
 def test_a_layer_over_copies_of_states_computes_what_the_kernels_do():
-    torch = pytest.importorskip("torch")
+    import torch
+
     pagedkv = pytest.importorskip("pagedkv")
     namespace = {}
     for block in blocks(DOCS / "hybrid.md"):

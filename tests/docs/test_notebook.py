@@ -28,7 +28,6 @@ def test_a_notebook_is_kept_with_what_its_code_printed(notebook):
 
 @pytest.mark.slow
 def test_a_notebook_prints_what_it_shows_and_warns_of_nothing(notebook, smollm2_path):
-    pytest.importorskip("transformers")
     for cell, (out, warned) in zip(code_cells(notebook), run(notebook, smollm2_path)):
         assert out == printed(cell), AGAIN
         assert not warned

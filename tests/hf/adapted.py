@@ -121,7 +121,8 @@ class LooksLikePeft(nn.Module):
 def adapted(kind: str, model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> Any:
     """A model with the adapter "one" in its layers, which acts."""
     if kind == "PEFT":
-        peft = pytest.importorskip("peft")
+        import peft
+
         return peft.get_peft_model(model, lora(), adapter_name="one").eval()
     if "peft" not in sys.modules:
         monkeypatch.setitem(sys.modules, "peft", types.ModuleType("peft"))

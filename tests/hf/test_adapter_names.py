@@ -3,9 +3,6 @@
 from contextlib import contextmanager
 
 import pytest
-
-pytest.importorskip("transformers")
-
 import torch
 
 from pagedkv import PagedCache
@@ -22,7 +19,8 @@ MIXED = ["one", "two", "__base__"]
 
 @pytest.fixture
 def model():
-    peft = pytest.importorskip("peft")
+    import peft
+
     made = peft.get_peft_model(tiny(), lora(), adapter_name="one").eval()
     add(made, "two")
     return made

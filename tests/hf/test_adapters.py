@@ -4,9 +4,6 @@ import gc
 import weakref
 
 import pytest
-
-pytest.importorskip("transformers")
-
 import torch
 from torch import nn
 
@@ -184,7 +181,6 @@ def test_decoding_steps_are_captured_anew_when_other_adapters_act(kind, monkeypa
 
 @pytest.mark.filterwarnings("ignore:Already found a `peft_config`")  # adapters upon adapters
 def test_the_adapters_of_transformers_own_interface_are_told_apart(monkeypatch):
-    pytest.importorskip("peft")
     # transformers 5.24 asks for a PEFT newer than any published one; that of constraints.txt works.
     monkeypatch.setattr("transformers.integrations.peft.MIN_PEFT_VERSION", "0.18.0")
     model, rows = tiny(), prompts(9, 13)
@@ -322,7 +318,8 @@ REFUSED = {
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_adapters_that_do_more_than_sit_in_layers_are_refused_by_name(name):
-    peft = pytest.importorskip("peft")
+    import peft
+
     virtual = {"task_type": "CAUSAL_LM", "num_virtual_tokens": 3}
     config = {
         "PROMPT_TUNING": lambda: peft.PromptTuningConfig(**virtual),
@@ -395,7 +392,8 @@ WORDS = "lora_", "ia3", "oft", "modules_to_save", "trainable_tokens"  # in names
 
 @pytest.mark.parametrize("name", KINDS)
 def test_adapters_of_other_kinds_have_the_tokens_of_peft_as_well(name):
-    peft = pytest.importorskip("peft")
+    import peft
+
     model = peft.get_peft_model(tiny(), KINDS[name](peft)).eval()
     torch.manual_seed(5)
     for key, parameter in model.named_parameters():

@@ -6,9 +6,6 @@ import threading
 import warnings
 
 import pytest
-
-pytest.importorskip("transformers")
-
 import torch
 from torch import nn
 from torch.nn.utils import prune

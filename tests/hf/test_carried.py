@@ -5,9 +5,6 @@ because libraries keep scales where neither parameters nor buffers are.
 """
 
 import pytest
-
-pytest.importorskip("transformers")
-
 import torch
 from torch import nn
 from torch.nn import functional

@@ -1,10 +1,6 @@
 """Models whose layers are on several devices: tokens as on one, pages where layers compute."""
 
 import pytest
-
-pytest.importorskip("transformers")
-pytest.importorskip("accelerate")
-
 import torch
 from accelerate import cpu_offload, dispatch_model
 from accelerate.hooks import AlignDevicesHook, add_hook_to_module

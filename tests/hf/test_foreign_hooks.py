@@ -6,8 +6,6 @@ from functools import partial
 import pytest
 import torch
 
-pytest.importorskip("transformers")
-
 from pagedkv import BatchGenerator, PagedCache
 from pagedkv.hf.foreign_hooks import foreign_hook
 from tests.batch.generating import assert_like_alone, generator
@@ -98,7 +96,8 @@ def test_hooks_of_ours_and_of_those_who_know_what_they_do_are_no_others(kind, mo
     if kind == "PEFT":
         model = adapted("PEFT", model, monkeypatch)
     elif kind == "accelerate":
-        accelerate = pytest.importorskip("accelerate")
+        import accelerate
+
         accelerate.cpu_offload(model, execution_device="cpu")
         accelerate.hooks.remove_hook_from_submodules(model)
         hook = accelerate.hooks.AlignDevicesHook(execution_device="cpu", io_same_device=True)

@@ -4,8 +4,6 @@ import numpy as np
 import pytest
 import torch
 
-pytest.importorskip("transformers")
-
 from pagedkv.errors import LayerWritesError, OutOfPagesError, UnsupportedModelError
 from pagedkv.hf import PagedCache
 from tests.effort import few

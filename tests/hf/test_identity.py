@@ -3,9 +3,6 @@
 import copy
 
 import pytest
-
-pytest.importorskip("transformers")
-
 import torch
 from torch import nn
 

@@ -4,9 +4,6 @@ import itertools
 
 import pytest
 import torch
-
-pytest.importorskip("transformers")
-
 from torch.nn.utils import parametrize
 from transformers import DynamicCache
 

@@ -3,9 +3,6 @@
 from dataclasses import replace
 
 import pytest
-
-pytest.importorskip("transformers")
-
 import torch
 
 from pagedkv import BatchGenerator, PagedCache, PagedKVCache, plan_memory

@@ -7,8 +7,6 @@ other layers.
 import pytest
 import torch
 
-pytest.importorskip("transformers")
-
 from pagedkv import BatchGenerator
 from pagedkv.errors import UnsupportedModelError
 from pagedkv.hf import PagedCache

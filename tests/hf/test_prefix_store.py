@@ -6,9 +6,6 @@ import subprocess
 import sys
 
 import pytest
-
-pytest.importorskip("transformers")
-
 import torch
 from transformers import AutoModelForCausalLM
 

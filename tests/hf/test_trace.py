@@ -1,9 +1,6 @@
 """`trace=` of `PagedCache` and `BatchGenerator` records pages of their own."""
 
 import pytest
-
-pytest.importorskip("transformers")
-
 import torch
 
 from pagedkv import BatchGenerator, PagedCache, PagedKVCache

@@ -3,9 +3,6 @@
 import ctypes
 
 import pytest
-
-pytest.importorskip("transformers")
-
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_aliasing

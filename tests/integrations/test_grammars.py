@@ -9,12 +9,11 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import transformers
 
-transformers = pytest.importorskip("transformers")
-
-from pagedkv import BatchGenerator  # noqa: E402
-from tests.docs.pages import DOCS, blocks  # noqa: E402
-from tests.hf.tiny import tiny  # noqa: E402
+from pagedkv import BatchGenerator
+from tests.docs.pages import DOCS, blocks
+from tests.hf.tiny import tiny
 
 # Short, middling and long, so that rows outgrow what is set aside for them.
 REGEXES = [r"(yes|no)", r"[0-9]{3}-[0-9]{4}", r'\{"age":[1-9][0-9],"words":("[a-c]{3}",){2}0\}']

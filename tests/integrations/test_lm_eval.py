@@ -13,7 +13,6 @@ import pytest
 
 from tests.integrations.conftest import asked, made
 
-pytest.importorskip("transformers")
 # Not `importorskip`: to import lm-eval takes seconds, for which the fast tests do not wait.
 pytestmark = [
     pytest.mark.slow,
@@ -175,7 +174,7 @@ def test_a_row_that_fails_is_named(paged):
 
 
 def test_adapters_are_loaded_as_by_the_stock_model(paged, stock, checkpoint, tmp_path):
-    peft = pytest.importorskip("peft")
+    import peft
     from transformers import AutoModelForCausalLM
 
     base = AutoModelForCausalLM.from_pretrained(checkpoint)

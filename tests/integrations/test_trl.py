@@ -3,8 +3,8 @@
 from typing import Any
 
 import pytest
+import torch
 
-torch = pytest.importorskip("torch")
 trl = pytest.importorskip("trl")
 datasets = pytest.importorskip("datasets")
 
@@ -106,7 +106,8 @@ def test_mixed_precision_rolls_out_in_its_own_dtype(train):
 
 
 def test_adapters_are_trained_and_the_reference_is_the_model_below(train):
-    peft = pytest.importorskip("peft")
+    import peft
+
     lora = peft.LoraConfig(r=4, lora_dropout=0.1, task_type="CAUSAL_LM")
     trainer, seen = train("grpo", bf16=False, beta=0.1, logging_steps=1, peft_config=lora)
     assert far(seen) < 1e-4

@@ -1,5 +1,1 @@
 """Kernels need torch; what they run under without a GPU is in tests/conftest.py."""
-
-import pytest
-
-pytest.importorskip("torch")

@@ -4,8 +4,6 @@ import pytest
 
 from tests.threads import one_thread  # noqa: F401
 
-pytest.importorskip("transformers")
-
 # All of it can be shared out among two and among three.
 EVEN = {"vocab_size": 102, "hidden_size": 48, "num_attention_heads": 12, "num_key_value_heads": 6}
 EXPERTS = {"num_local_experts": 6, "n_routed_experts": 6, "moe_intermediate_size": 24}

@@ -17,7 +17,6 @@ WIDE = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 16}
 
 
 def packed(folder, scheme, **fields):
-    pytest.importorskip("compressed_tensors")
     torch.manual_seed(0)
     return save_packed(make("llama", **WIDE, **fields), folder, scheme)
 

@@ -8,8 +8,6 @@ from threading import Thread
 import pytest
 import torch
 
-pytest.importorskip("transformers")
-
 from pagedkv import BatchGenerator
 from pagedkv.batch.drafts import model_drafts
 from pagedkv.errors import ModelChangedError, UnsupportedModelError

@@ -8,9 +8,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
-pytest.importorskip("transformers")
-
 from transformers import LogitsProcessor
 
 from pagedkv.batch.runner import StepRunner

@@ -4,9 +4,6 @@ from functools import cache
 from itertools import accumulate
 
 import pytest
-
-pytest.importorskip("transformers")
-
 import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st

@@ -5,8 +5,6 @@ import math
 import pytest
 import torch
 
-pytest.importorskip("transformers")
-
 from pagedkv import BatchGenerator, PagedKVCache
 from pagedkv.hf.model import cache_config
 from tests.batch.generating import alone, assert_nothing_held, assert_same, failing, generator

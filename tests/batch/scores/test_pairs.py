@@ -3,8 +3,6 @@
 import numpy as np
 import pytest
 
-pytest.importorskip("transformers")
-
 from pagedkv.batch.scores.pairs import by_prompt, contexts_of
 from tests.batch.letters import Scalar, letters
 

@@ -10,8 +10,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-pytest.importorskip("transformers")
-
 from pagedkv import BatchGenerator
 from pagedkv.errors import ModelChangedError
 from pagedkv.retention import Fifo
