@@ -9,7 +9,7 @@ from pagedkv import PagedCache
 from pagedkv.errors import ModelChangedError
 from pagedkv.hf.adapters import state_of
 from tests.batch.generating import generator
-from tests.hf.adapted import add, lora
+from tests.hf.adapted import adapted, add
 from tests.hf.tiny import named, prompts, tiny
 
 GREEDY = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
@@ -19,9 +19,7 @@ MIXED = ["one", "two", "__base__"]
 
 @pytest.fixture
 def model():
-    import peft
-
-    made = peft.get_peft_model(tiny(), lora(), adapter_name="one").eval()
+    made = adapted(tiny())
     add(made, "two")
     return made
 

@@ -3,6 +3,7 @@
 import gc
 import weakref
 
+import peft
 import pytest
 import torch
 from torch import nn
@@ -14,22 +15,17 @@ from pagedkv.hf.fingerprint import fingerprint_of
 from tests.batch.generating import assert_nothing_held, generator, tokens_alone
 from tests.batch.test_graphs import PROMPTS, Recorder, llama
 from tests.batch.test_graphs import generator as capturing
-from tests.hf.adapted import BaseTuner, LooksLikePeft, adapted, add, lora
+from tests.hf.adapted import adapted, add, lora
 from tests.hf.tiny import attention_of, generate, named, padded, prompts, tiny
 
 OPTIONS = {"max_new_tokens": 6, "do_sample": False}
 SIZES = {"max_tokens": 256, "page_size": 4}
 
 
-@pytest.fixture(params=["one that looks like PEFT's", "PEFT"])
-def kind(request):
-    return request.param
-
-
 @pytest.fixture
-def model(kind, monkeypatch):
+def model():
     """Adapters "one", which acts, and "two"."""
-    made = adapted(kind, tiny(), monkeypatch)
+    made = adapted(tiny())
     add(made, "two")
     return made
 
@@ -76,11 +72,11 @@ def test_adapters_in_turn_are_each_right_and_find_their_own_prefixes(model):
         assert_nothing_held(batched)
 
 
-def test_prefixes_of_a_model_outlive_the_adapters_it_is_given(kind, monkeypatch):
+def test_prefixes_of_a_model_outlive_the_adapters_it_is_given():
     base, rows = tiny(), prompts(9, 13)
     with generator(base) as batched:
         batched.generate(rows, **OPTIONS)
-        model = adapted(kind, base, monkeypatch)
+        model = adapted(base)
         assert assert_right(batched, model, rows) == [0, 0]
         add(model, "two")
         assert assert_right(batched, model, rows) == [8, 12]
@@ -164,8 +160,8 @@ def test_a_switch_leaves_no_mixed_prefix_where_an_error_comes_before_the_next_re
         assert assert_right(batched, model, [texts[-1][0]]) == [0]
 
 
-def test_decoding_steps_are_captured_anew_when_other_adapters_act(kind, monkeypatch):
-    model = adapted(kind, llama(), monkeypatch)
+def test_decoding_steps_are_captured_anew_when_other_adapters_act():
+    model = adapted(llama())
     add(model, "two")
     recorder = Recorder()
     with capturing(model.get_base_model(), recorder) as batched:
@@ -220,8 +216,6 @@ def test_the_state_is_none_where_no_adapter_acts(model):
     assert len({one, two, b""}) == 3
     with model.disable_adapter():
         assert state_of(model.get_base_model()) == b""
-    model.set_adapter("nobody" if isinstance(model, LooksLikePeft) else "two")
-    assert state_of(model.get_base_model()) == (b"" if isinstance(model, LooksLikePeft) else two)
     assert state_of(tiny()) == b""
 
 
@@ -242,10 +236,10 @@ def test_a_file_belongs_to_the_adapter_it_was_computed_with(model, tmp_path):
         assert cache.kv.length(cache.kv.load(tmp_path / "x")) == cache.seen
 
 
-def test_a_file_of_the_model_alone_is_one_of_the_model_whose_adapters_rest(kind, monkeypatch):
+def test_a_file_of_the_model_alone_is_one_of_the_model_whose_adapters_rest():
     base = tiny()
     before = fingerprint_of(base)
-    model = adapted(kind, base, monkeypatch)
+    model = adapted(base)
     acting = fingerprint_of(base)
     add(model, "two")
     assert fingerprint_of(base) == acting != before
@@ -297,14 +291,15 @@ def test_a_peft_model_is_taken_for_the_model_in_it(model):
     assert attention_of(base) == before
 
 
-def test_pages_do_not_keep_a_peft_model(model):
+def test_pages_do_not_keep_a_peft_model():
+    model = adapted(tiny())
     cache = PagedCache(model, **SIZES)
     generate(model.get_base_model(), padded(prompts(5)), cache)
     pool, held = cache.kv, weakref.ref(model.get_base_model())
     del cache, model
     gc.collect()
-    if held() is None:  # a fixture may hold it
-        assert pool.stats().sequences == 0
+    assert held() is None
+    assert pool.stats().sequences == 0
 
 
 REFUSED = {
@@ -318,8 +313,6 @@ REFUSED = {
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_adapters_that_do_more_than_sit_in_layers_are_refused_by_name(name):
-    import peft
-
     virtual = {"task_type": "CAUSAL_LM", "num_virtual_tokens": 3}
     config = {
         "PROMPT_TUNING": lambda: peft.PromptTuningConfig(**virtual),
@@ -339,23 +332,6 @@ def test_adapters_that_do_more_than_sit_in_layers_are_refused_by_name(name):
     assert attention_of(base) == before
 
 
-class OwnForward(BaseTuner):
-    """A wrapper that does something around the model, nobody knows what."""
-
-    def forward(self, *args, **kwargs):
-        return super().forward(*args, **kwargs)
-
-
-def test_what_only_looks_like_a_peft_model_is_refused_where_it_does_more(monkeypatch):
-    model = adapted("one that looks like PEFT's", tiny(), monkeypatch)
-    model.base_model = OwnForward(model.get_base_model())
-    with pytest.raises(UnsupportedModelError, match="LORA adapter has a forward of its own"):
-        PagedCache(model)
-    model.peft_config["one"].is_prompt_learning = True
-    with pytest.raises(UnsupportedModelError, match="LORA adapter puts virtual tokens"):
-        PagedCache(model)
-
-
 class Nothing(nn.Module):
     def get_base_model(self):
         return nn.Linear(2, 2)
@@ -368,20 +344,20 @@ def test_a_wrapper_of_no_transformers_model_is_refused():
 
 
 KINDS = {
-    "embedding": lambda peft: lora(target_modules=["embed_tokens", "v_proj"]),
-    "saved module": lambda peft: lora(modules_to_save=["embed_tokens"]),
-    "tokens": lambda peft: lora(trainable_token_indices=[5, 6, 7]),
-    "DoRA": lambda peft: lora(use_dora=True),
-    "IA3": lambda peft: peft.IA3Config(
+    "embedding": lambda: lora(target_modules=["embed_tokens", "v_proj"]),
+    "saved module": lambda: lora(modules_to_save=["embed_tokens"]),
+    "tokens": lambda: lora(trainable_token_indices=[5, 6, 7]),
+    "DoRA": lambda: lora(use_dora=True),
+    "IA3": lambda: peft.IA3Config(
         target_modules=["k_proj", "v_proj", "down_proj"],
         feedforward_modules=["down_proj"],
         init_ia3_weights=False,
         task_type="CAUSAL_LM",
     ),
-    "AdaLoRA": lambda peft: peft.AdaLoraConfig(
+    "AdaLoRA": lambda: peft.AdaLoraConfig(
         target_modules=["k_proj", "v_proj"], total_step=9, task_type="CAUSAL_LM"
     ),
-    "OFT": lambda peft: peft.OFTConfig(
+    "OFT": lambda: peft.OFTConfig(
         target_modules=["k_proj"], r=0, oft_block_size=4, init_weights=False, task_type="CAUSAL_LM"
     ),
 }
@@ -392,9 +368,7 @@ WORDS = "lora_", "ia3", "oft", "modules_to_save", "trainable_tokens"  # in names
 
 @pytest.mark.parametrize("name", KINDS)
 def test_adapters_of_other_kinds_have_the_tokens_of_peft_as_well(name):
-    import peft
-
-    model = peft.get_peft_model(tiny(), KINDS[name](peft)).eval()
+    model = peft.get_peft_model(tiny(), KINDS[name]()).eval()
     torch.manual_seed(5)
     for key, parameter in model.named_parameters():
         if "base_layer" not in key and any(word in key for word in WORDS):

@@ -113,9 +113,8 @@ def test_layers_of_every_sort_generate_packed_what_they_do_unpacked(sort, produc
     assert all(torch.equal(before[name], after[name]) for name in before)
 
 
-@pytest.mark.parametrize("kind", ["one that looks like PEFT's", "PEFT"])
-def test_under_adapters_layers_are_packed_and_adapters_are_not(kind, monkeypatch, products):
-    model = adapted(kind, tiny(), monkeypatch)
+def test_under_adapters_layers_are_packed_and_adapters_are_not(products):
+    model = adapted(tiny())
     add(model, "two")
     rows = prompts(9, 13)
     with BatchGenerator(model, **SIZES, pack_weights=False) as plain:

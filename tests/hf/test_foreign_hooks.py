@@ -91,10 +91,10 @@ def quiet(model, **fields):
 
 
 @pytest.mark.parametrize("kind", ["PEFT", "accelerate", "compiled", "hybrid", "cache", "packed"])
-def test_hooks_of_ours_and_of_those_who_know_what_they_do_are_no_others(kind, monkeypatch):
+def test_hooks_of_ours_and_of_those_who_know_what_they_do_are_no_others(kind):
     model = tiny_hybrid("qwen3_next") if kind == "hybrid" else tiny()
     if kind == "PEFT":
-        model = adapted("PEFT", model, monkeypatch)
+        model = adapted(model)
     elif kind == "accelerate":
         import accelerate
 

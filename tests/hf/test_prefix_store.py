@@ -13,7 +13,7 @@ from pagedkv import BatchGenerator, PagedCache, PagedKVCache, PrefixStore
 from pagedkv.hf.fingerprint import fingerprint_of
 from pagedkv.hf.model import cache_config
 from tests.batch.generating import alone, tokens_alone
-from tests.effort import few, slow
+from tests.effort import few
 from tests.hf.adapted import adapted, add
 from tests.hf.tiny import FAMILIES, generate, named, padded, prompts, tiny
 
@@ -128,10 +128,9 @@ def test_what_was_computed_before_a_change_is_not_stored_as_of_after_it(tmp_path
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("kind", ["alike", *slow("PEFT")])
-def test_adapters_have_prefixes_of_their_own(kind, monkeypatch, tmp_path):
+def test_adapters_have_prefixes_of_their_own(tmp_path):
     base = tiny()
-    model = adapted(kind, in_another_process(base), monkeypatch)
+    model = adapted(in_another_process(base))
     add(model, "two")
     with torch.no_grad():
         for name, parameter in model.named_parameters():

@@ -208,10 +208,9 @@ def test_model_that_makes_its_cache_itself_commits():
         model.made.close()
 
 
-@pytest.mark.parametrize("kind", ["PEFT", "looks like PEFT"])
-def test_forward_of_a_peft_model_is_one_transaction(kind, monkeypatch):
+def test_forward_of_a_peft_model_is_one_transaction():
     base = tiny()
-    model = adapted(kind, base, monkeypatch)
+    model = adapted(base)
     with PagedCache(base, **SIZES) as plain:
         model(input_ids=IDS, **named(plain))
         assert plain.seen == 3

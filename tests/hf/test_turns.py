@@ -202,11 +202,12 @@ def test_a_turn_that_fails_leaves_what_was_held():
     "change",
     few(["scaled", "an element", "loaded", "set_adapter", "disabled"], "an element", "set_adapter"),
 )
-def test_a_turn_on_k_and_v_of_other_weights_is_refused(change, monkeypatch):
+def test_a_turn_on_k_and_v_of_other_weights_is_refused(change):
     (text, more), weights = prompts(21, 6), tiny("llama")
-    model = adapted("a model that looks like PEFT's", weights, monkeypatch)
+    model = adapted(weights)
     add(model, "two")
-    proj, batch = model.layers[0].base_layer, padded([torch.cat([text, more])])
+    proj = weights.model.layers[0].self_attn.k_proj.base_layer
+    batch = padded([torch.cat([text, more])])
 
     @torch.no_grad()
     def changed():
@@ -219,8 +220,7 @@ def test_a_turn_on_k_and_v_of_other_weights_is_refused(change, monkeypatch):
         elif change == "set_adapter":
             model.set_adapter("two")
         else:
-            for layer in model.layers:
-                layer._off = True
+            model.base_model.disable_adapter_layers()
 
     with PagedCache(model, **SIZES) as cache:
         generate(weights, padded([text]), cache)

@@ -281,9 +281,8 @@ def test_changed_weights_are_noticed():
     assert_exact(model, [context.tolist()], [[[3, 4]]], scores)
 
 
-@pytest.mark.parametrize("kind", ["PEFT", "like PEFT"])
-def test_each_adapter_has_scores_and_contexts_of_its_own(kind, monkeypatch):
-    model, context = adapted(kind, tiny(), monkeypatch), CONTEXTS[1]
+def test_each_adapter_has_scores_and_contexts_of_its_own():
+    model, context = adapted(tiny()), CONTEXTS[1]
     add(model, "two")
     found = {}
     with generator(model) as batched:
