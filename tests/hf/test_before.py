@@ -51,6 +51,7 @@ def assert_same(model, batch, **options):
 
 
 CASES = [*each_value(DROPS, ["sdpa", "eager"]), ("gemma2", "eager"), ("gpt_oss", "eager")]
+CASES += [("gemma4", "sdpa"), ("mimo_v2_flash", "eager")]
 
 
 @pytest.mark.parametrize(("family", "name"), CASES)
@@ -60,11 +61,15 @@ def test_training_with_dropout_and_its_gradients(family, name):
     assert_same(model, padded(prompts(13, 6)))
 
 
+OWN_MASK = torch.ones(1, 1, 12, 12, dtype=torch.bool).tril()
+OWN_MASK[..., 6:, 1] = False
 OTHERS = {
     "weights": ({"output_attentions": True}, "eager"),
     "packed texts": ({"cu_seq_lens_q": torch.tensor([0, 7, 12]), "max_length_q": 7}, "sdpa"),
     "numbers of texts": ({"seq_idx": torch.tensor([[0] * 7 + [1] * 5])}, "eager"),
     "both ways": ({"is_causal": False}, "sdpa"),
+    "a mask of its own": ({"attention_mask": OWN_MASK}, "sdpa"),
+    "a mask that is added": ({"attention_mask": OWN_MASK.float().log().clamp(min=-1e9)}, "eager"),
     "unheard of": ({"temperature_tuning": 0.5}, "sdpa"),
 }
 

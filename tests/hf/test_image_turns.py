@@ -14,7 +14,7 @@ import torch
 from pagedkv.errors import UnsupportedModelError
 from pagedkv.hf import PagedCache
 from pagedkv.hf.mrope import PREPARE
-from tests.effort import examples, few, sampled
+from tests.effort import each_value, examples, few, sampled
 from tests.hf.conversations import Image, answers, drawn, encoded, require_right, turned
 from tests.hf.images import behind, pictured, seeing_model
 from tests.hf.tiny import assert_close, assert_same_tokens, generate, named, padded, prompts
@@ -178,8 +178,7 @@ def answered(model):
         cache.kv.check()
 
 
-@every
-@pytest.mark.parametrize("turn", few(TURNS, *TURNS[:6], TURNS[7]))
+@pytest.mark.parametrize(("model", "turn"), each_value(KINDS, TURNS), indirect=["model"])
 def test_whole_rows_with_their_images_are_right_wherever_they_leave(model, turn):
     """Images of equal ids taken for one another, and positions made without those before them."""
     with answered(model) as (cache, said):

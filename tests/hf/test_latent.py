@@ -10,6 +10,7 @@ from transformers import DynamicCache
 from pagedkv import BatchGenerator, CacheConfig
 from pagedkv.errors import GradModeError, UnsupportedModelError
 from pagedkv.hf import PagedCache, latent
+from tests.effort import each_value
 from tests.hf.modes import SIZES, made, own, paged
 from tests.hf.tiny import LATENT, named, padded, prompts, tiny
 
@@ -44,8 +45,7 @@ def logits_over(model, cache, ids):
         return model(ids, **named(cache), use_cache=True).logits
 
 
-@pytest.mark.parametrize("family", LATENT)
-@pytest.mark.parametrize("block", [1, 1 << 12, 1 << 26], ids=["pages", "some", "whole"])
+@pytest.mark.parametrize(("family", "block"), each_value(LATENT, [1, 1 << 12, 1 << 26]))
 def test_both_forms_give_the_logits_of_the_models_own_cache(family, block, monkeypatch):
     model, (first, second) = made(family), (prompts(n)[0][None] for n in (37, 11))
     own_cache = DynamicCache(config=model.config)

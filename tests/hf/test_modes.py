@@ -10,7 +10,7 @@ import torch
 from pagedkv import BatchGenerator
 from pagedkv.errors import UnsupportedModelError
 from pagedkv.hf import PagedCache
-from tests.effort import few
+from tests.effort import each_value, few
 from tests.hf.modes import SIZES, UNEVEN, made, own, paged, visible
 from tests.hf.tiny import generate, named, padded, prompts
 from tests.hybrids import HYBRIDS, STEPWISE
@@ -22,6 +22,12 @@ SOME = ("qwen3_next", "lfm2", "falcon_h1", "nemotron_h", "gemma3n", "gemma4", "d
 served = pytest.mark.parametrize("family", few(SERVED, *SOME))
 chunked = pytest.mark.parametrize("family", few(CHUNKED, *SOME))
 uneven = pytest.mark.parametrize("family", few(UNEVEN, "gemma4"))
+OPTIONS = {
+    "greedy": {},
+    "beams": {"num_beams": 3},
+    "sampling": {"do_sample": True, "top_p": 0.9},
+    "samples": {"do_sample": True, "num_return_sequences": 2},
+}
 
 
 @pytest.fixture
@@ -32,15 +38,10 @@ def model_of():
 # ------------------------------------------------------------------ the same tokens
 
 
-@served
-@pytest.mark.parametrize(
-    "options",
-    [{}, {"num_beams": 3}, {"do_sample": True, "top_p": 0.9}, {"num_return_sequences": 2}],
-    ids=["greedy", "beams", "sampling", "samples"],
-)
-def test_generate_gives_the_tokens_of_the_models_own_cache(model_of, family, options):
+@pytest.mark.parametrize(("family", "way"), each_value(SERVED, OPTIONS))
+def test_generate_gives_the_tokens_of_the_models_own_cache(model_of, family, way):
     model, batch = model_of(family), padded(prompts(9, 5, 7))
-    options = {"do_sample": "num_return_sequences" in options, **options}
+    options = {"do_sample": False, **OPTIONS[way]}
     assert torch.equal(paged(model, batch, **options), own(model, batch, **options))
 
 

@@ -108,33 +108,6 @@ def fail(model, cache, where: str) -> None:
 # ------------------------------------------------------------------ exceptions
 
 
-@pytest.mark.parametrize("where", ["refused", "layer 0", "layer 1", "grad mode", "dense"])
-@pytest.mark.parametrize("filled", [False, True], ids=["empty", "filled"])
-def test_cache_goes_on_after_a_forward_that_died(model, where, filled):
-    batch = padded(prompts(9))
-    expected = generate(model, batch, max_new_tokens=12)
-    with PagedCache(model, **SIZES) as cache:
-        if filled:
-            generate(model, batch, cache, max_new_tokens=4)
-        seen, stats = cache.get_seq_length(), cache.stats()
-        before = [cache.kv.gather(row, 0)[0] for row in cache.rows]
-        fail(model, cache, where)
-        model.set_attn_implementation("pagedkv")
-        assert cache.get_seq_length() == seen
-        text = batch
-        if filled:
-            ids = expected.sequences[:, : seen + 1]
-            text = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-            expected.logits = expected.logits[4:]
-        new = 8 if filled else 12
-        assert_same_tokens(generate(model, text, cache, max_new_tokens=new), expected)
-        cache.crop(-cache.get_seq_length() + seen)
-        cache.kv.check()
-        after = [cache.kv.gather(row, 0)[0] for row in cache.rows]
-        assert all(torch.equal(a, b) for a, b in zip(after, before))
-        assert not filled or cache.stats().live == stats.live
-
-
 def test_forward_of_one_cache_that_died_does_not_stop_another(model):
     batch = padded(prompts(9))
     expected = generate(model, batch)
@@ -169,18 +142,6 @@ def test_cache_that_goes_behind_an_interrupt_within_a_later_turn_leaves_nothing(
         expected = generate(model, batch)
         assert keeper.stats().sequences == 0
         assert_same_tokens(generate(model, batch, keeper), expected)
-        keeper.kv.check()
-
-
-def test_cache_dropped_with_an_open_step_gives_its_pages_back(model):
-    with PagedCache(model, **SIZES) as keeper:
-        cache = PagedCache(model, **SIZES)
-        fail(model, cache, "layer 1")
-        del cache
-        gc.collect()
-        assert keeper.stats().sequences == 0
-        assert keeper.stats().live == 0
-        generate(model, padded(prompts(9)), keeper)
         keeper.kv.check()
 
 

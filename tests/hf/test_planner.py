@@ -27,10 +27,8 @@ from tests.planner.models import read_model
 # One of each form: dense, tied, a second embedding, mixtures, latents, states, shared blocks,
 # layers that attend twice, layers in two lists, towers, biases, feeds of two matrices.
 SOME = [
-    "llama", "gpt2", "opt", "gemma2", "gemma3n_text", "gemma4_text", "phi3", "starcoder2",
-    "mixtral", "gpt_oss", "qwen2_moe", "ernie4_5_moe", "deepseek_v3", "longcat_flash", "afmoe",
-    "ctrl", "qwen3_next", "kimi_linear", "nemotron_h", "lfm2", "zamba", "zamba2", "zaya",
-    "hrm_text", "phi4_multimodal", "got_ocr2", "glm4v", "llava", "qwen3_vl", "qwen3_vl_moe",
+    "llama", "gpt2", "gemma3n_text", "gpt_oss", "deepseek_v3", "longcat_flash", "ctrl",
+    "qwen3_next", "zamba2", "hrm_text", "llava", "qwen3_vl_moe",
 ]  # fmt: skip
 # Whose layers are in several lists, or in fewer than a configuration says.
 SEVERAL_LISTS = {"dory", "hrm_text", "idefics"}

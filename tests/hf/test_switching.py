@@ -38,17 +38,6 @@ def model(request):
     return model
 
 
-@pytest.fixture
-def attached(model):
-    """The model, attached, and its logits before that."""
-    batch = padded(prompts(13, 6, 9))
-    with torch.no_grad():
-        expected = model(**batch, use_cache=False).logits
-    attach(model)
-    yield model, batch, expected
-    detach(model)
-
-
 def paged(model, **fields) -> PagedCache:
     return PagedCache(model, **{"page_size": 4, "max_tokens": 2048, **fields})
 
@@ -58,43 +47,6 @@ def real(logits, batch):
 
 
 # ------------------------------------------------------------------ without our cache
-
-
-@torch.no_grad()
-def test_scoring_without_a_cache(attached):
-    model, batch, expected = attached
-    logits = model(**batch, use_cache=False).logits
-    assert_close(real(logits, batch), real(expected, batch))
-
-
-@torch.no_grad()
-def test_scoring_packed_texts_without_a_cache():
-    # No mask and no cache: transformers sees by the positions that two texts share the row.
-    model = tiny()
-    rows = prompts(7, 5)
-    positions = torch.cat([torch.arange(7), torch.arange(5)])[None]
-    attach(model)
-    logits = model(torch.cat(rows)[None], position_ids=positions, use_cache=False).logits
-    detach(model)
-    for row, part in zip(rows, logits[0].split([7, 5])):
-        assert_close(part, model(row[None], use_cache=False).logits[0])
-
-
-@pytest.mark.parametrize(
-    ("family", "name"),
-    [("llama", "sdpa"), ("llama", "eager"), ("gemma2", "eager"), ("gpt_oss", "eager")],
-)
-@torch.no_grad()
-def test_own_mask_without_a_cache(family, name):
-    model = tiny(family)
-    model.set_attn_implementation(name)
-    ids, seen = torch.stack(prompts(6, 6)), torch.ones(2, 1, 6, 6, dtype=torch.bool).tril()
-    seen[..., 3:, 1] = False
-    mask = seen if name == "sdpa" else torch.zeros(seen.shape).masked_fill(~seen, -1e9)
-    expected = model(ids, attention_mask=mask, use_cache=False).logits
-    attach(model)
-    assert torch.equal(model(ids, attention_mask=mask, use_cache=False).logits, expected)
-    detach(model)
 
 
 def test_attention_to_the_future_without_a_cache_or_mask():
@@ -121,22 +73,9 @@ def test_attention_without_a_cache_leaves_cudnn_out_on_a_card(monkeypatch):
     assert found == [False]
 
 
-def test_training_without_a_cache_has_the_same_gradients(attached):
-    model, batch, _ = attached
-    # A label counts where the token before it is real as well: padding predicts nothing.
-    before = torch.nn.functional.pad(batch["attention_mask"], (1, -1))
-    labels = batch["input_ids"].masked_fill(before == 0, -100)
-    grads = []
-    for name in ("pagedkv", "eager"):
-        model.set_attn_implementation(name)
-        model.zero_grad()
-        model(**batch, labels=labels, use_cache=False).loss.backward()
-        grads.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
-    model.set_attn_implementation("pagedkv")
-    assert_close(*grads)
-
-
-@pytest.mark.parametrize("masked", [True, False], ids=["mask", "no mask"])
+@pytest.mark.parametrize(
+    ("model", "masked"), each_value(FAMILIES, [True, False]), indirect=["model"]
+)
 @torch.no_grad()
 def test_prefill_continued_in_a_dynamic_cache(model, masked):
     # The second stretch has more keys than queries: causal from the last key, not the first.
@@ -157,8 +96,11 @@ def test_prefill_continued_in_a_dynamic_cache(model, masked):
     assert_close(real(torch.cat(parts, dim=1), batch), real(expected, batch))
 
 
-@pytest.mark.parametrize("cache", ["dynamic", "static"])
-@pytest.mark.parametrize("lengths", [(13, 13), (13, 6, 9)], ids=["plain", "padded"])
+@pytest.mark.parametrize(
+    ("model", "cache", "lengths"),
+    each_value(FAMILIES, ["dynamic", "static"], [(13, 13), (13, 6, 9)]),
+    indirect=["model"],
+)
 def test_generating_with_another_cache_on_an_attached_model(model, cache, lengths):
     batch = padded(prompts(*lengths))
     expected = generate(model, batch)

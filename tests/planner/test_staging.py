@@ -3,6 +3,7 @@
 import pytest
 
 from pagedkv import CacheConfig, PagedKVCache, plan_memory
+from tests.effort import each_value
 from tests.planner.models import QWEN_14B, SMOL, llama
 
 
@@ -16,9 +17,14 @@ def filled(config, length, batch):
     return cache
 
 
-@pytest.mark.parametrize("kv_format", ["int4", "int8", "dense", ("int4", "int8")])
-@pytest.mark.parametrize(("batch", "length"), [(1, 512), (1, 500), (2, 96), (5, 65), (3, 33)])
-def test_as_much_fits_the_pages_as_the_plan_says(kv_format, batch, length):
+FORMATS = ["int4", "int8", "dense", ("int4", "int8")]
+
+
+@pytest.mark.parametrize(
+    ("kv_format", "rows"), each_value(FORMATS, [(1, 512), (1, 500), (2, 96), (5, 65), (3, 33)])
+)
+def test_as_much_fits_the_pages_as_the_plan_says(kv_format, rows):
+    batch, length = rows
     config = llama(64, 128, 2, 2, 1, 100, head_dim=32, longest=512)
     asked = {"device": "cpu", "device_memory": "256MiB", "kv_format": kv_format}
     plan = plan_memory(config, batch=batch, length=length, max_tokens=batch * 512, **asked)
@@ -82,8 +88,7 @@ def test_the_plan_says_it_as_well():
     assert "int8" not in str(plan_memory(config, **{**asked, "kv_format": "int8"})).split("KV")[0]
 
 
-@pytest.mark.parametrize("longest", [2**20, 10 * 2**20])
-@pytest.mark.parametrize("kv_format", ["int4", "int8", "dense", ("int4", "int8")])
+@pytest.mark.parametrize(("kv_format", "longest"), each_value(FORMATS, [2**20, 10 * 2**20]))
 def test_a_text_of_millions_of_tokens_limits_no_batch(kv_format, longest):
     long = QWEN_14B | {"max_position_embeddings": longest, "num_hidden_layers": 2}
     options = {"device_memory": "200GiB", "length": 128, "kv_format": kv_format}

@@ -14,6 +14,7 @@ from pagedkv.hf.fingerprint import fingerprint_of
 from pagedkv.hf.samples import SAMPLES
 from pagedkv.stream.reader import FileReader
 from pagedkv.stream.tensor_map import _stacked
+from tests.effort import each_value
 from tests.hf.tiny import generate, padded, prompts
 from tests.stream.models import in_memory, make, placed, save, stream
 
@@ -45,9 +46,10 @@ def test_tensors_that_an_operation_makes_have_their_part_in_it(family, converted
         assert fingerprint_of(streamer.model) == fingerprint_of(in_memory(folder))
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2", "cohere", "gemma2"])
-@pytest.mark.parametrize("embedding", [True, False])
-@pytest.mark.parametrize("head", [True, False])
+@pytest.mark.parametrize(
+    ("family", "embedding", "head"),
+    each_value(["llama", "gpt2", "cohere", "gemma2"], [True, False], [True, False]),
+)
 def test_glue_that_streams_has_its_part_in_it(family, embedding, head, tmp_path):
     folder = save(make(family), tmp_path)
     with placed(folder, embedding=embedding, head=head, head_rows=7) as streamer:

@@ -76,9 +76,9 @@ def test_types_layouts_widths_and_implementations_compute_the_bits_of_memory(
         assert streamer.stats().expert_misses > 0
 
 
-@pytest.mark.parametrize("slots", [4, 16])
 @pytest.mark.parametrize(
-    "options", [{"num_beams": 3}, {"prompt_lookup_num_tokens": 3}, {"do_sample": True}]
+    ("slots", "options"),
+    each_value([4, 16], [{"num_beams": 3}, {"prompt_lookup_num_tokens": 3}, {"do_sample": True}]),
 )
 def test_generation_on_pages_has_the_bits_of_the_model_in_memory(slots, options, folder):
     expected = in_memory(folder)

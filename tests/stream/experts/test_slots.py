@@ -47,9 +47,9 @@ def experts_of(streamer):
 
 
 @pytest.mark.parametrize(
-    ("family", "implementation"), each_value(FAMILIES, ["grouped_mm", "batched_mm", "eager"])
+    ("family", "implementation", "dtype"),
+    each_value(FAMILIES, ["grouped_mm", "batched_mm", "eager"], [torch.float32, torch.bfloat16]),
 )
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_logits_and_tokens_are_those_in_memory(family, implementation, dtype, tmp_path):
     folder = save(make(family, **FOUR.get(family, {})).to(dtype), tmp_path)
     expected = in_memory(folder)

@@ -14,6 +14,7 @@ from pagedkv.stream import forwards
 from pagedkv.stream.experts import WideMemory
 from pagedkv.stream.experts import memory as memory_module
 from pagedkv.stream.placement import Wanted
+from tests.effort import each_value
 from tests.hf import zoo
 from tests.stream.experts.test_experts import FAMILIES, FOUR
 from tests.stream.models import assert_bits, decode, in_memory, make, save, stream
@@ -35,8 +36,9 @@ def wide_memory(streamer) -> WideMemory:
     return streamer._passes._places._wide
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("implementation", ["eager", "grouped_mm", "batched_mm"])
+@pytest.mark.parametrize(
+    ("family", "implementation"), each_value(FAMILIES, ["eager", "grouped_mm", "batched_mm"])
+)
 def test_rows_of_experts_that_a_call_is_not_routed_to_are_not_looked_at(
     family, implementation, tmp_path, monkeypatch
 ):
