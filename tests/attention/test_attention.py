@@ -23,6 +23,7 @@ from tests.attention.texts import (
     run,
     text,
 )
+from tests.effort import each_pair, each_value
 
 SIZES = [
     Sizes(),
@@ -53,7 +54,7 @@ def sizes(request):
 # ------------------------------------------------------------------ laws
 
 
-@pytest.mark.parametrize("length", LENGTHS)
+@pytest.mark.parametrize(("length", "sizes"), each_value(LENGTHS, SIZES))
 def test_paged_attention_is_contiguous_attention(length, sizes):
     texts = [text(sizes, length, seed=length)]
     check(texts, run(cache_for(sizes), texts, all_at_once(texts)))
@@ -151,7 +152,7 @@ def sinks_of(sizes: Sizes, dtype=None) -> torch.Tensor:
     return torch.linspace(-4, 6, sizes.heads).to(dtype or sizes.dtype)
 
 
-@pytest.mark.parametrize("schedule", ["at once", "decode", "mixed"])
+@pytest.mark.parametrize(("schedule", "sizes"), each_value(["at once", "decode", "mixed"], SIZES))
 def test_sinks_take_their_share_of_every_query(sizes, schedule):
     texts = [text(sizes, n, seed=n) for n in (1, 5 * P + 3, 2 * P, 17)]
     steps = {
@@ -163,9 +164,14 @@ def test_sinks_take_their_share_of_every_query(sizes, schedule):
     check(texts, run(cache_for(sizes), texts, steps, sinks=sinks), sinks=sinks)
 
 
-@pytest.mark.parametrize("options", [{}, {"softcap": 2.0}, {"scale": 0.3, "softcap": 0.5}], ids=str)
-@pytest.mark.parametrize("window", [None, 1, 9])
-@pytest.mark.parametrize("dtype", [torch.float32, *HALF], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "window", "options"),
+    each_pair(
+        [torch.float32, *HALF],
+        [None, 1, 9],
+        [{}, {"softcap": 2.0}, {"scale": 0.3, "softcap": 0.5}],
+    ),
+)
 def test_sinks_go_with_scale_softcap_and_window(dtype, window, options):
     sizes = Sizes(heads=6, groups=2, dim=32, dtype=dtype)
     texts = [text(sizes, n, seed=n) for n in (35, 12, 20)]

@@ -14,6 +14,7 @@ from pagedkv import PagedKVCache, paged_attention
 from pagedkv.kernels import reference
 from pagedkv.kernels.c.library import missing
 from tests.cases import one_group, window_only
+from tests.effort import each_value
 
 BACKENDS = [
     "torch",
@@ -59,9 +60,10 @@ def truth(q, k, v, scale, window):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("name", STEPS)
-@pytest.mark.parametrize("make", [one_group, window_only])
-@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize(
+    ("bad", "make", "name"),
+    each_value([math.nan, math.inf, -math.inf], [one_group, window_only], STEPS),
+)
 def test_what_is_no_number_is_never_answered_by_one(bad, make, name, backend):
     rows, config = STEPS[name], make(head_dim=D, max_sequences=2)
     places = ("q", 0), ("q", -1), ("k", 0), ("k", -1), ("v", 3)

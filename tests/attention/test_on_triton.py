@@ -9,6 +9,7 @@ pytest.importorskip("triton")
 from pagedkv import CacheConfig, PagedKVCache, attend_again, paged_attention
 from pagedkv.attention.api import gather_kv
 from pagedkv.errors import GradModeError
+from tests.effort import each_value
 
 G, D, T = 2, 16, 8
 
@@ -67,8 +68,7 @@ WRONG = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("before", [0, 1], ids=["first", "bound"])
-@pytest.mark.parametrize("case", WRONG)
+@pytest.mark.parametrize(("before", "case"), each_value([0, 1], WRONG))
 def test_what_is_refused_was_not_written(case, before):
     """Also in a layer after another whose launches were bound for it."""
     change, options, error, message = WRONG[case]
