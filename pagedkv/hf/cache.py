@@ -1,16 +1,13 @@
 """`PagedCache`: what `generate` takes as its cache.
 
-It leases one sequence per batch row from the pages it shares with other caches of its model, and
-opens one step per forward: at the first layer, committed when the forward has returned. Under
-another attention implementation `update()` writes and returns a dense gather instead: correct, but
-slow.
+It leases one sequence per batch row from the pages it shares with other caches of its model. What
+forwards do to these rows is for `leased_rows.py`.
 """
 
 from __future__ import annotations
 
 import inspect
-import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import wraps
 from typing import TYPE_CHECKING, Any, Literal, cast
 
@@ -19,31 +16,23 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from pagedkv.arrays import Bools, Ints, Tokens
 from pagedkv.cache.cache import PagedKVCache
 from pagedkv.errors import TooManySequencesError, UnsupportedModelError
 from pagedkv.interrupt import Uninterrupted
 from pagedkv.pages.stats import CacheStats
-from pagedkv.step.metadata import StepMetadata
 
 from .adapters import without_adapters
-from .attach import attach, detach, detach_later
-from .dense import read, write_and_gather
-from .forward_cache import Call, ForwardCache, other_model, uncompiled
-from .image_numbers import numbers_in
+from .attach import attach, detach
+from .forward_cache import Call
 from .images import on_device
-from .layer import PagedLayer
+from .leased_rows import LeasedRows
 from .look import admit
-from .model import Kind, kind_of, require_model, require_same_kind
-from .model_pages import pages_for, take_over
-from .mrope import Offsets, Prepared, holder_of
-from .padding import Packings
-from .prefix_rows import SHARES_NOTHING, Entry, can_enter, given_to, require_new
-from .release import CACHE, cache_argument
+from .model import kind_of, require_model
+from .model_pages import pages_for
+from .mrope import holder_of
+from .release import cache_argument
 from .snapshot import Weights
-from .states import StateLayer, make_layers, require_states_to_follow
-from .telling import warn
-from .texts import Texts, Told, beside_ids, beside_text, ids_of, kept_copy
+from .texts import Texts, beside_ids, ids_of
 from .transaction import forget_dead, require_none_on
 
 if TYPE_CHECKING:
@@ -64,25 +53,7 @@ def in_turn(method: Call) -> Call:
     return cast(Call, whole)
 
 
-class _Lease:
-    """Sequences that a `PagedCache` holds, returned when the cache is closed or collected."""
-
-    def __init__(self, kv: PagedKVCache, model: PreTrainedModel) -> None:
-        self.kv = kv
-        self.seqs: list[int] = []
-        self.spare: dict[Any, int] = {}  # what rows were before a forward that is under way
-        self.model = weakref.ref(model)
-
-    def end(self) -> None:
-        """Gives everything back. May run inside a garbage collection, so it only queues ids."""
-        self.kv.release_later([*self.seqs, *self.spare.values()])
-        self.seqs, self.spare = [], {}
-        model = self.model()
-        if model is not None:
-            detach_later(model)
-
-
-class PagedCache(ForwardCache):
+class PagedCache(LeasedRows):
     """A transformers cache in pages, for `generate(..., cache=PagedCache(model))`.
 
     Before transformers 5.24 the argument is called `past_key_values`.
@@ -126,36 +97,6 @@ class PagedCache(ForwardCache):
         except BaseException:
             detach(model)
             raise
-
-    def _start(self, model: PreTrainedModel, kv: PagedKVCache, kind: Kind) -> None:
-        """Sets all attributes, for a model that is attached already."""
-        self.model, self.kv, self._kind = model, kv, kind
-        self.seen = 0  # tokens so far, padding included; the same for all rows
-        self.offsets = Offsets(model)
-        self.kept: Bools | None = None  # [B, seen], which tokens are stored; None for all
-        self.forward_layer, self.attended_again = -1, 0
-        self.opened: StepMetadata | None = None
-        self.transaction: object | None = None
-        self._given = False
-        self._new_rows = False  # whether this forward has added the rows
-        self._new_length = 0  # what `seen` will be after it
-        self._added: Bools | None = None  # [B, q], which tokens of it are no padding; None: all
-        self._packings = Packings(0, None)
-        self.texts = Texts()  # of the rows, as long as they are known
-        self._told: Told | None = None  # of the forward that is under way
-        self.prepared: Prepared | None = None
-        self._was: tuple[int, Bools | None] = 0, None  # `seen` and `kept` before rows entered
-        self._weights: Weights | None = None  # those that rows were begun with
-        self._begins_generate = self._asked_for_whole_rows = False
-        self._entry: Entry | None = None  # of whole rows, in the forward that is under way
-        self._lease = _Lease(kv, model)
-        self.touched = False
-        self._fed: list[int] | None = None  # rows of the batch that have tokens in this forward
-        super().__init__(layers=make_layers(self))
-        self._state_layers = [layer for layer in self.layers if isinstance(layer, StateLayer)]
-        # Last: where this raises, the caller takes back the switch to paged attention.
-        self._finalizer = weakref.finalize(self, self._lease.end)
-        self._finalizer.atexit = False
 
     @classmethod
     @torch.no_grad()
@@ -244,16 +185,6 @@ class PagedCache(ForwardCache):
         return made
 
     # ------------------------------------------------------------------ rows
-
-    @property
-    def rows(self) -> list[int]:
-        """Sequence ids of the batch rows; empty before the first forward."""
-        return self._lease.seqs
-
-    @property
-    def batch_size(self) -> int:
-        """Rows, or -1 before the first forward."""
-        return len(self.rows) or -1
 
     @in_turn
     def fork(self, n: int = 1) -> PagedCache:
@@ -367,298 +298,6 @@ class PagedCache(ForwardCache):
 
     def __exit__(self, *exc: object) -> None:
         self.close()
-
-    # ------------------------------------------------------------------ one forward
-
-    @uncompiled
-    def update(
-        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
-    ) -> tuple[Tensor, Tensor]:
-        """Hands K and V to their layer, as transformers' own caches do."""
-        if layer_idx >= len(self.layers):
-            raise other_model(len(self.layers), f"{layer_idx + 1} or more")
-        layer = self.layers[layer_idx]
-        if not isinstance(layer, PagedLayer):
-            raise ValueError(
-                f"{CACHE}: expected a cache of this model, got one that keeps no K and V "
-                f"in layer {layer_idx}"
-            )
-        return layer.update(key_states, value_states)
-
-    @uncompiled
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Tokens seen, padding included. Called before the positions of the next ones are made.
-
-        Where `generate` is about to cut rows at this length, and the cache can tell by their ids
-        what it holds of each, 0.
-        """
-        if self._begins_generate and self.knows_texts:
-            self._asked_for_whole_rows = True
-            return 0
-        if self.seen:
-            self.offsets.restore(self.texts)
-        return super().get_seq_length(layer_idx)
-
-    @property
-    def knows_texts(self) -> bool:
-        """Whether rows can be held against what the cache has of them, by their ids."""
-        return self.is_paged and self.texts.known
-
-    def require_usable(self) -> None:
-        """Raises once the cache was closed."""
-        if not self._finalizer.alive:
-            raise ValueError(f"{CACHE}: this PagedCache was closed")
-
-    def _require_changeable(self) -> None:
-        """Raises once the cache was closed, and within a forward; else it is whole afterwards."""
-        self.require_usable()
-        require_none_on(self.kv)
-        self.abort_step()
-
-    @property
-    def _is_user_defined(self) -> bool:
-        return self._given
-
-    @_is_user_defined.setter
-    def _is_user_defined(self, value: bool) -> None:
-        # `generate` says by this name that it was given the cache, before it asks for the length.
-        self._given = value
-        self._begins_generate = value
-        self._asked_for_whole_rows = False
-
-    def begin_forward(self, arguments: Mapping[str, Any]) -> dict[str, Any] | None:
-        """Cuts whole rows where the cache holds their tokens, at the first forward of `generate`.
-
-        Raises:
-            ValueError: the forward is told to use no cache, or `generate` feeds tokens that the
-                cache holds already.
-            ModelChangedError: weights or adapters are others than those that rows were begun with.
-            UnsupportedModelError: rows cannot go on from what is held of them.
-        """
-        if arguments.get("use_cache") is False:
-            raise ValueError(
-                "use_cache: expected True beside a PagedCache, got False; a checkpoint's "
-                "generation_config may say so, as a trainer leaves it: pass use_cache=True"
-            )
-        if self.seen and not self._begins_generate:
-            self.offsets.require_placed(arguments, self.model.config)
-        by_row = arguments.get("adapter_names")  # which PEFT does not hand on to `generate`'s
-        if not self.rows:
-            self._weights = Weights.of(self.model, by_row)
-        elif by_row is not None and self._weights is not None:
-            self._weights.require_same(self.model, by_row)
-        numbers = self._numbers(arguments)
-        changed = self._entered(arguments, numbers)
-        now = arguments if changed is None else changed
-        if numbers is not None:
-            numbers = numbers[:, numbers.shape[1] - now["input_ids"].shape[1] :]
-        self._told = Told.of(now, self.model.config, numbers)
-        return changed
-
-    def _numbers(self, arguments: Mapping[str, Any]) -> Tokens | None:
-        """The numbers of the image tokens of a forward, `[B, q]`; None where none are known."""
-        ids, mask = arguments.get("input_ids"), arguments.get("attention_mask")
-        if ids is None:
-            return None
-        numbers = numbers_in(ids, beside_text(arguments), self.model.config)
-        if numbers is None and self.prepared is not None:
-            begin = 0 if self._asked_for_whole_rows else self.seen
-            begin = begin if mask is None else mask.shape[1] - ids.shape[1]
-            numbers = self.prepared.of(arguments, begin)
-        self.prepared = None if numbers is None else self.prepared
-        return numbers
-
-    def begin_part(self, arguments: Mapping[str, Any]) -> None:
-        """Learns of positions that a model made by itself: of images, or from a mask."""
-        places = arguments.get("position_ids")
-        if self._told is not None and self._told.positions is None and isinstance(places, Tensor):
-            self._told = self._told._replace(positions=kept_copy(places))
-
-    def _entered(
-        self, arguments: Mapping[str, Any], numbers: Tokens | None
-    ) -> dict[str, Any] | None:
-        """Cuts whole rows down to what is left to compute; None where rows are taken as given."""
-        begins, self._begins_generate = self._begins_generate, False
-        asked, self._asked_for_whole_rows = self._asked_for_whole_rows, False
-        if not begins or not self.rows:
-            return None
-        if self._weights is not None:
-            self._weights.require_same(self.model)
-        given = given_to(arguments)
-        if given is not None and self.seen:
-            self._require_rows(len(given))
-        if not self.knows_texts or not can_enter(arguments, asked):
-            require_new(arguments, self.seen, int(self.texts.ahead.min(initial=0)), self.model)
-            return None
-        entry = Entry(self.texts, arguments, self.model, numbers)
-        entry.allow(self.kv, self.rows)
-        if entry.shares_nothing:
-            warn(SHARES_NOTHING)
-        self._was = self.seen, self.kept
-        self._entry, self.seen, self.kept = entry, entry.seen, entry.kept
-        self._lease.spare = entry.spare
-        entry.cut(self.kv, self.rows)  # before any layer: states are read first
-        return entry.arguments
-
-    def end_forward(self) -> None:
-        """Takes back how rows entered the prefix, in a forward that was not committed."""
-        if self._entry is not None:
-            self._lease.seqs = self._entry.undo(self.kv, self.rows)
-            self.seen, self.kept = self._was
-        self._entry = self._told = None
-
-    def abort_step(self) -> None:
-        """Takes back the step, rows, and K and V that a forward left because it raised.
-
-        The step may be that of any cache on these pages. The lock is held.
-        """
-        self.kv.abort_abandoned()
-        for layer in self.layers:
-            layer.staged = None
-        for layer in self._state_layers:
-            layer.forget()
-        self.opened = self.transaction = None
-        self.forward_layer, self.attended_again, self.touched = -1, 0, False
-        if self._new_rows:
-            self.kv.free(self.rows)
-            self._lease.seqs, self._new_rows = [], False
-
-    def open_step(self, shape: Sequence[int], mask: Tensor | None) -> None:
-        """Opens the step of one forward: decides which tokens of K `[B, G, q, D]` are stored."""
-        batch, new = shape[0], shape[2]
-        require_same_kind(self.model, self._kind, "PagedCache")
-        if not self.seen and len(self.rows) != batch:
-            self._add_rows(batch)
-        self._require_rows(batch)
-        self._added = fresh = self._new_tokens(mask, batch, new)
-        if self._entry is not None:
-            fresh = None if self._entry.left.all() else self._entry.left
-        self._new_length = self.seen + new
-        self._packings = Packings(batch, fresh)
-        seqs, counts = self.rows, np.full(batch, new)
-        self._fed = None
-        if self._state_layers:
-            had = self.seen > 0 if self.kept is None else self.kept.any(1)
-            require_states_to_follow(self.model, np.broadcast_to(had, batch), fresh, new)
-        if fresh is not None:
-            counts = fresh.sum(1)
-            self._fed = np.flatnonzero(counts).tolist()
-            seqs = [self.rows[i] for i in self._fed]
-        self.opened = self.kv.prepare(seqs, num_new=counts[counts > 0]) if seqs else None
-
-    def _require_rows(self, batch: int) -> None:
-        """Raises where a forward has another number of rows than the cache."""
-        if len(self.rows) != batch:
-            raise ValueError(
-                f"batch: expected {len(self.rows)} rows as before, got {batch}; each sample and "
-                "each beam is a row, and `.fork(n)` makes a cache with n rows for each of these"
-            )
-
-    def _add_rows(self, batch: int) -> None:
-        self.kv.free(self.rows)
-        self._lease.seqs = []
-        take_over(self.kv, self.model)
-        self._new_rows = True
-        try:
-            self._lease.seqs = [self.kv.add()]
-            self.kv.mark(self.rows)
-            if batch > 1:
-                self._lease.seqs = self.rows + self.kv.fork(self.rows[0], batch - 1)
-        except BaseException:
-            self.kv.free(self.rows)
-            self._lease.seqs, self._new_rows = [], False
-            raise
-
-    def _add_named(self, ids: Ints) -> None:
-        """Starts the only row with a prompt whose ids are known, on what is found of it."""
-        take_over(self.kv, self.model)
-        self.kv.identity.forget_stale(self.kv.clear_prefixes)
-        self._lease.seqs = [self.kv.add(ids)]
-        self.kv.mark(self.rows)
-        self.seen = self.kv.length(self.rows[0])
-        self.texts, self._weights = Texts([ids[: self.seen]]), Weights.of(self.model)
-
-    def _new_tokens(self, mask: Tensor | None, batch: int, new: int) -> Bools | None:
-        """Returns which of the new tokens are no padding: `[B, q]`, or None for all."""
-        total = self.seen + new
-        real = None
-        if mask is not None:
-            if mask.shape != (batch, total):
-                raise ValueError(
-                    f"attention_mask: expected [{batch}, {total}], got {list(mask.shape)}: the "
-                    f"cache holds {self.seen} tokens already, pass these and at least one more"
-                )
-            real = mask.cpu().numpy()  # the one read of a forward
-            real = None if real.all() else real
-        past = np.ones((batch, self.seen), bool) if real is None else real[:, : self.seen]
-        stored = np.ones_like(past) if self.kept is None else self.kept
-        if not (past == stored).all():
-            raise UnsupportedModelError(
-                f"attention_mask: the mask of the first {self.seen} tokens, which are cached, has "
-                "changed. Whole prompts with padding before them are for caches that were told the "
-                "ids of what they hold; one that was given embeddings or sequences needs the "
-                "padding behind what it holds: "
-                "ids = torch.cat([prefix.expand(rows, -1), padded_questions], dim=1), and the mask "
-                "likewise. Else start a new cache"
-            )
-        return None if real is None or real[:, self.seen :].all() else real[:, self.seen :]
-
-    def commit_step(self) -> None:
-        """Makes the tokens of a forward part of their texts."""
-        batch, new, kept = len(self.rows), self._new_length - self.seen, self.kept
-        if self._added is not None or kept is not None:
-            old = np.ones((batch, self.seen), bool) if kept is None else kept
-            added = np.ones((batch, new), bool) if self._added is None else self._added
-            kept = np.concatenate([old, added], axis=1)
-        with Uninterrupted():
-            if self.opened is not None:
-                for layer in self._state_layers:
-                    layer.hand_in(self.opened, self._fed)
-                revocable = any(layer.record_past for layer in self.layers)
-                self.kv.commit(self.opened, revocable=revocable)
-            if not self.seen or self._entry is not None or new > 1:
-                self.offsets.forget()
-            if self._entry is not None:
-                self._entry.end(self.kv)
-            self._learn(batch, new)
-            self._entry = self._told = None
-            self.seen, self.kept, self._new_rows = self._new_length, kept, False
-            self.opened = self.transaction = None
-            self.forward_layer, self.attended_again, self.touched = -1, 0, False
-            for layer in self._state_layers:
-                layer.forget()
-
-    def _learn(self, batch: int, new: int) -> None:
-        """Adds what a forward was told of its tokens to the texts of the rows."""
-        added = self._added
-        if self._entry is not None:
-            self.texts.cut(self._entry.lengths)
-            added = self._entry.left
-        self.texts.add(self._told or Told(), self.seen, new, added, batch)
-
-    def packed(self, x: Tensor) -> Tensor:
-        """Tokens of `[B, heads, q, D]` that are computed, row after row: `[T, heads, D]`."""
-        return self._packings.packed(x)
-
-    def unpacked(self, out: Tensor, query: Tensor) -> Tensor:
-        """`[T, H, D]` back to `[B, q, H, D]`, zeros for tokens that are not computed."""
-        return self._packings.unpacked(out, query)
-
-    def num_queries(self, new: int) -> Ints:
-        """How many of each row's last `new` tokens are queries."""
-        return self._packings.of(new).counts
-
-    def length_behind(self, new: int) -> int:
-        """Returns the length of rows behind `new` tokens, padding included."""
-        return self.seen + new
-
-    def held(self, layer: PagedLayer) -> tuple[Tensor, Tensor] | None:
-        """Copies of all K and V that the rows have in a layer; None without rows."""
-        return read(self, self.kept, layer) if self.rows else None
-
-    def update_dense(self, layer: PagedLayer, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Writes K and V, and returns all K and V of the layer, for another attention than ours."""
-        return write_and_gather(self, self.kept, layer, k, v)
 
     @in_turn
     def stats(self) -> CacheStats:
