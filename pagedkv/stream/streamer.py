@@ -194,35 +194,14 @@ class LayerStreamer:
         options: dict[str, Any] = {"layers_path": layers_path, "device": device, "plan": plan}
         options["progress"] = progress
         try:
+            layers = find_layers(model, layers_path)[1]
             if device_memory is not None:
-                sizes["expert_slots"] = expert_slots
-                size = size_read_alone(model, find_layers(model, layers_path)[1], store)
-                falls_back = expert_slots is None and device.type == "cpu" and not size
-                if size and device.type == "cpu":
-                    sizes.setdefault("expert_gbps", measure_experts(checkpoint, size))
-                if falls_back:
-                    sizes["expert_slots"] = 0
-                plan = _planned(checkpoint, sizes)
-                options["plan"] = plan
-                if falls_back and plan.shape.settings.experts and plan.streams:
-                    warnings.warn(
-                        f"expert_slots: experts of {plan.model} cannot be read alone, as their "
-                        "class or the checkpoint has them; whole layers stream",
-                        stacklevel=2,
-                    )
+                size = size_read_alone(model, layers, store)
+                plan = options["plan"] = _planned(checkpoint, sizes, expert_slots, device, size)
             if plan is not None:
                 return cls(model, store, **options)
-            count = len(find_layers(model, layers_path)[1])
-            if resident_layers is None:
-                resident_layers = 0
-            if isinstance(resident_layers, int):
-                if isinstance(resident_layers, bool) or resident_layers < 0:
-                    raise ValueError(
-                        f"resident_layers: expected a count or indices, got {resident_layers!r}"
-                    )
-                resident_layers = spread(min(resident_layers, count), count)
-            slots = 0 if expert_slots is None else expert_slots
-            return cls(model, store, **options, resident=resident_layers, expert_slots=slots)
+            options["resident"] = _resident(resident_layers, len(layers))
+            return cls(model, store, **options, expert_slots=expert_slots or 0)
         except BaseException:
             store.close()
             raise
@@ -289,10 +268,25 @@ def _require_alone(
         raise ValueError("resident_layers: expected none, the plan says which")
 
 
-def _planned(checkpoint: Checkpoint, sizes: dict[str, Any]) -> MemoryPlan:
-    """A plan of these sizes; without `length` it may be made for the longest texts that fit."""
+def _planned(
+    checkpoint: Checkpoint,
+    sizes: dict[str, Any],
+    expert_slots: int | None,
+    device: torch.device,
+    size: int,
+) -> MemoryPlan:
+    """A plan of these sizes; without `length` it may be made for the longest texts that fit.
+
+    Args:
+        size: bytes of an expert that can be read alone; 0 if none can.
+    """
+    on_cpu = device.type == "cpu"
+    if size and on_cpu:
+        sizes.setdefault("expert_gbps", measure_experts(checkpoint, size))
+    falls_back = expert_slots is None and on_cpu and not size
+    sizes["expert_slots"] = 0 if falls_back else expert_slots
     try:
-        return plan_memory(checkpoint, **sizes)
+        plan = plan_memory(checkpoint, **sizes)
     except BudgetExceeded as error:
         if "length" in sizes or "length" not in error.advice:
             raise
@@ -302,7 +296,25 @@ def _planned(checkpoint: Checkpoint, sizes: dict[str, Any]) -> MemoryPlan:
             f"for a batch of {sizes.get('batch', 1)}; say length= to have it otherwise",
             stacklevel=3,
         )
-        return plan_memory(checkpoint, **sizes, length=length)
+        plan = plan_memory(checkpoint, **sizes, length=length)
+    if falls_back and plan.shape.settings.experts and plan.streams:
+        warnings.warn(
+            f"expert_slots: experts of {plan.model} cannot be read alone, as their class or the "
+            "checkpoint has them; whole layers stream",
+            stacklevel=3,
+        )
+    return plan
+
+
+def _resident(layers: int | Sequence[int] | None, count: int) -> Sequence[int]:
+    """The indices of the layers that stay on the device without a plan."""
+    if layers is None:
+        return ()
+    if not isinstance(layers, int):
+        return layers
+    if isinstance(layers, bool) or layers < 0:
+        raise ValueError(f"resident_layers: expected a count or indices, got {layers!r}")
+    return spread(min(layers, count), count)
 
 
 def _device(device: str | torch.device) -> torch.device:
