@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.batch.generating import assert_like_alone, distinct, with_own
-from tests.effort import few
+from tests.effort import few, slow
 from tests.hf.modes import UNEVEN
 from tests.hf.tiny import prompts, tiny
 from tests.hybrids import HYBRIDS, STEPWISE, tiny_hybrid
@@ -22,7 +22,7 @@ def made(family):
     return (tiny_hybrid if family in HYBRIDS else tiny)(family)
 
 
-@pytest.mark.parametrize("step_tokens", [64, 7])
+@pytest.mark.parametrize("step_tokens", [*slow(64), 7])
 @each
 def test_rows_whose_prompts_are_cut_among_decoding_rows_are_each_as_alone(family, step_tokens):
     rows = prompts(5, 19, 1, 12)

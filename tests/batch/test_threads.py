@@ -16,7 +16,7 @@ from pagedkv import BatchGenerator
 from pagedkv.batch.runner import StepRunner
 from tests.batch.generating import alone, assert_nothing_held, assert_same, generator
 from tests.beside import LIMIT, run_all, wait_until
-from tests.effort import each_value
+from tests.effort import each_value, slow
 from tests.hf.tiny import tiny
 
 ROWS = [[3 + 7 * i, 4, 5, 6, 7][: 2 + i % 4] for i in range(8)]
@@ -74,7 +74,9 @@ def test_every_row_of_every_thread_finishes_as_if_alone(short, threads, family, 
         assert_nothing_held(first)
 
 
-@pytest.mark.parametrize("sizes", [{"max_sequences": 16}, {"max_tokens": 320}, {"max_tokens": 48}])
+@pytest.mark.parametrize(
+    "sizes", [*slow({"max_sequences": 16}), {"max_tokens": 320}, {"max_tokens": 48}]
+)
 def test_more_rows_than_fit_in_each_of_two_threads_on_pages_of_default_size(sizes):
     rows = [[3 + i % 90, 4, 5, 6, 7] for i in range(20 if "max_tokens" in sizes else 40)]
     found = {}

@@ -89,23 +89,13 @@ def test_a_job_that_is_killed_again_and_again_ends_as_if_nothing_had_happened(
     ]
 
 
-def test_an_interruption_keeps_what_is_finished_and_sums_up(start, job_of, tmp_path, rows):
-    out = tmp_path / "out.jsonl"
-    process = start(*job_of(300), "-o", out)
-    wait_for(process, lambda: lines_of(out) > 3)
-    process.send_signal(signal.SIGINT)
-    stdout, stderr = process.communicate(timeout=600)
-    assert process.returncode == 130
-    assert stdout == b""
-    assert b"interrupted; what was finished is kept" in stderr
-    assert b"tokens a second" in stderr
-    assert b"Traceback" not in stderr
-    assert 3 < len(by_place(rows(out))) < 300
-    assert not list(tmp_path.glob(".*"))
-
-
-@pytest.mark.parametrize("in_background", [False, True])
-def test_sigterm_ends_it_as_ctrl_c_does(start, job_of, tmp_path, rows, in_background):
+@pytest.mark.parametrize(
+    ("sent", "code", "in_background"),
+    [(signal.SIGINT, 130, False), (signal.SIGTERM, 143, False), (signal.SIGTERM, 143, True)],
+)
+def test_an_interruption_keeps_what_is_finished_and_sums_up(
+    start, job_of, tmp_path, rows, sent, code, in_background
+):
     out = tmp_path / "out.jsonl"
     if in_background:  # of a shell, which has that ignore Ctrl-C
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # taken back by `start`
@@ -115,9 +105,9 @@ def test_sigterm_ends_it_as_ctrl_c_does(start, job_of, tmp_path, rows, in_backgr
         process.send_signal(signal.SIGINT)
         before = lines_of(out)
         wait_for(process, lambda: lines_of(out) > before + 3)
-    process.send_signal(signal.SIGTERM)
+    process.send_signal(sent)
     stdout, stderr = process.communicate(timeout=600)
-    assert process.returncode == 143
+    assert process.returncode == code
     assert stdout == b""
     assert b"interrupted; what was finished is kept" in stderr
     assert b"tokens a second" in stderr

@@ -17,7 +17,6 @@ TEXTS = [
     "1, 2, 3, 4,",
     "def add(a, b):",
 ]
-PREFIX = "You are a patient teacher who answers every question in one short sentence. " * 4
 
 
 @pytest.fixture(scope="module")
@@ -56,45 +55,6 @@ def test_logits_differ_by_rounding_only(loaded, batch, greedy):
     assert torch.equal(actual.sequences, greedy.sequences)
     worst = max(float((a - e).abs().max()) for a, e in zip(actual.logits, greedy.logits))
     assert 0 < worst < 1e-4
-
-
-@pytest.mark.slow
-def test_four_beams(loaded, batch):
-    expected = generate(loaded[0], batch, num_beams=4, max_new_tokens=16)
-    with PagedCache(loaded[0], max_tokens=4096) as cache:
-        actual = generate(loaded[0], batch, cache, num_beams=4, max_new_tokens=16)
-        assert_same_tokens(actual, expected)
-        dense_pages = sum(-(-cache.kv.length(row) // 16) for row in cache.rows)
-        assert cache.stats().live < dense_pages
-        cache.kv.check()
-
-
-@pytest.mark.slow
-def test_prompt_lookup(loaded):
-    model, tokenizer = loaded
-    batch = dict(tokenizer("one two three one two three one two", return_tensors="pt"))
-    expected = generate(model, batch, max_new_tokens=24)
-    with PagedCache(model, max_tokens=1024) as cache:
-        options = {"prompt_lookup_num_tokens": 4, "max_new_tokens": 24}
-        assert_same_tokens(generate(model, batch, cache, **options), expected)
-        cache.kv.check()
-
-
-@pytest.mark.slow
-def test_answers_to_one_shared_prefix(loaded):
-    model, tokenizer = loaded
-    prefix = tokenizer(PREFIX, return_tensors="pt").input_ids
-    tail = tokenizer(TEXTS, return_tensors="pt", padding=True)
-    ids = torch.cat([prefix.expand(4, -1), tail.input_ids], dim=1)
-    mask = torch.cat([torch.ones_like(prefix).expand(4, -1), tail.attention_mask], dim=1)
-    whole = {"input_ids": ids, "attention_mask": mask}
-    expected = generate(model, whole, max_new_tokens=16)
-    with PagedCache.prefill(model, prefix, max_tokens=2048) as shared, shared.fork(4) as cache:
-        assert_same_tokens(generate(model, whole, cache, max_new_tokens=16), expected)
-        whole_pages = prefix.shape[1] // 16
-        own = sum(-(-cache.kv.length(row) // 16) - whole_pages for row in cache.rows)
-        assert cache.stats().live <= whole_pages + 1 + own  # the prefix keeps its last page
-        cache.kv.check()
 
 
 def logprobs(model, ids, width):
