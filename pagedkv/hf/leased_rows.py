@@ -16,7 +16,6 @@ from transformers import PreTrainedModel
 
 from pagedkv.arrays import Bools, Ints, Tokens
 from pagedkv.cache.cache import PagedKVCache
-from pagedkv.errors import UnsupportedModelError
 from pagedkv.interrupt import Uninterrupted
 from pagedkv.step.metadata import StepMetadata
 
@@ -28,7 +27,7 @@ from .layer import PagedLayer
 from .model import Kind, require_same_kind
 from .model_pages import take_over
 from .mrope import Offsets, Prepared
-from .padding import Packings
+from .padding import Packings, new_tokens
 from .prefix_rows import SHARES_NOTHING, Entry, can_enter, given_to, require_new
 from .release import CACHE
 from .snapshot import Weights
@@ -259,7 +258,7 @@ class LeasedRows(ForwardCache):
         if not self.seen and len(self.rows) != batch:
             self._add_rows(batch)
         self._require_rows(batch)
-        self._added = fresh = self._new_tokens(mask, batch, new)
+        self._added = fresh = new_tokens(mask, self.kept, batch, self.seen, new)
         if self._entry is not None:
             fresh = None if self._entry.left.all() else self._entry.left
         self._new_length = self.seen + new
@@ -306,31 +305,6 @@ class LeasedRows(ForwardCache):
         self.kv.mark(self.rows)
         self.seen = self.kv.length(self.rows[0])
         self.texts, self._weights = Texts([ids[: self.seen]]), Weights.of(self.model)
-
-    def _new_tokens(self, mask: Tensor | None, batch: int, new: int) -> Bools | None:
-        """Returns which of the new tokens are no padding: `[B, q]`, or None for all."""
-        total = self.seen + new
-        real = None
-        if mask is not None:
-            if mask.shape != (batch, total):
-                raise ValueError(
-                    f"attention_mask: expected [{batch}, {total}], got {list(mask.shape)}: the "
-                    f"cache holds {self.seen} tokens already, pass these and at least one more"
-                )
-            real = mask.cpu().numpy()  # the one read of a forward
-            real = None if real.all() else real
-        past = np.ones((batch, self.seen), bool) if real is None else real[:, : self.seen]
-        stored = np.ones_like(past) if self.kept is None else self.kept
-        if not (past == stored).all():
-            raise UnsupportedModelError(
-                f"attention_mask: the mask of the first {self.seen} tokens, which are cached, has "
-                "changed. Whole prompts with padding before them are for caches that were told the "
-                "ids of what they hold; one that was given embeddings or sequences needs the "
-                "padding behind what it holds: "
-                "ids = torch.cat([prefix.expand(rows, -1), padded_questions], dim=1), and the mask "
-                "likewise. Else start a new cache"
-            )
-        return None if real is None or real[:, self.seen :].all() else real[:, self.seen :]
 
     def commit_step(self) -> None:
         """Makes the tokens of a forward part of their texts."""

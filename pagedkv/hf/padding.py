@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from pagedkv.arrays import Bools, Ints
+from pagedkv.errors import UnsupportedModelError
 
 
 class Packing(NamedTuple):
@@ -81,3 +82,39 @@ class Packings:
             padded[places] = out
             out = padded
         return out.view(batch, new, *out.shape[1:])
+
+
+def new_tokens(
+    mask: Tensor | None, kept: Bools | None, batch: int, seen: int, new: int
+) -> Bools | None:
+    """Returns which of the new tokens are no padding: `[B, q]`, or None for all.
+
+    Args:
+        mask: `[B, seen + q]`, as a forward was given it; None without padding.
+        kept: `[B, seen]`, which tokens are stored; None for all.
+
+    Raises:
+        ValueError: the mask has another shape.
+        UnsupportedModelError: it says something else of tokens that are stored.
+    """
+    total = seen + new
+    real = None
+    if mask is not None:
+        if mask.shape != (batch, total):
+            raise ValueError(
+                f"attention_mask: expected [{batch}, {total}], got {list(mask.shape)}: the "
+                f"cache holds {seen} tokens already, pass these and at least one more"
+            )
+        real = mask.cpu().numpy()  # the one read of a forward
+        real = None if real.all() else real
+    past = np.ones((batch, seen), bool) if real is None else real[:, :seen]
+    stored = np.ones_like(past) if kept is None else kept
+    if not (past == stored).all():
+        raise UnsupportedModelError(
+            f"attention_mask: the mask of the first {seen} tokens, which are cached, has changed. "
+            "Whole prompts with padding before them are for caches that were told the ids of what "
+            "they hold; one that was given embeddings or sequences needs the padding behind what "
+            "it holds: ids = torch.cat([prefix.expand(rows, -1), padded_questions], dim=1), and "
+            "the mask likewise. Else start a new cache"
+        )
+    return None if real is None or real[:, seen:].all() else real[:, seen:]
