@@ -43,7 +43,6 @@ from pagedkv.pages.ids import (
 from pagedkv.pages.layers import as_layers, require_written
 from pagedkv.pages.notes import Notes
 from pagedkv.pages.plan import PagePlan
-from pagedkv.pages.restore import text_of
 from pagedkv.pages.salts import Salt, as_salt
 from pagedkv.pages.stats import CacheStats, collect
 from pagedkv.pages.tables import PageTables
@@ -75,6 +74,7 @@ from .lock import PagesLock
 from .pressure import OnPressure, PressureHandler, retrying
 from .step_copies import StepCopies
 from .stored_prefixes import StoredPrefixes
+from .stored_states import StoredStates
 
 Ids = Any  # integers: a list, an array or a CPU tensor
 
@@ -147,7 +147,10 @@ class PagedKVCache:
         self.debug = debug
         if config.larger_than_int8:
             warnings.warn(f"kv_format: {config.larger_than_int8}", stacklevel=2)
-        self._prefixes = None if prefix_store is None else StoredPrefixes(prefix_store, config)
+        self._prefixes: StoredPrefixes | None = None
+        if prefix_store is not None:
+            kind = StoredStates if config.states else StoredPrefixes
+            self._prefixes = kind(prefix_store, config)
         with budgeted(config, self.device):
             self._make(None if trace is None else Notes())
         self._pressure = None if on_pressure is None else PressureHandler(self._tables, on_pressure)
@@ -612,6 +615,8 @@ class PagedKVCache:
             tables.states.keep(row, length, tables.prefix_key(row))
             if self._recorder is not None:
                 self._recorder.note("checkpoint", seq=int(seq))
+        if self._prefixes is not None:
+            self._prefixes.checkpointed(self, int(seq))
 
     def checkpoints(self, seq: int) -> list[int]:
         """Lengths of a sequence's text, ascending, that `truncate` can go back to.
@@ -1010,7 +1015,7 @@ class PagedKVCache:
         self.require_idle(seq)
         if self._tables.chain(row) != self._tables.index.chain(salt):
             raise ValueError(f"salt: expected the one that sequence {seq} was added with")
-        return self._prefixes.keep(self, text_of(self._tables, row), salt)
+        return self._prefixes.keep(self, seq, salt)
 
     # ------------------------------------------------------------------ explain
 

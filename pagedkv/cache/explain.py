@@ -150,7 +150,7 @@ class _Search:
         self.keys = [self.chain.root, *page_keys(self.chain, self.wanted, self.size)]
         held = sequences.stored_prefix(self.tables, tokens, self.salted)
         self.with_pages, self.on_device = held
-        self._here = self.index.holds(self.keys[1:])
+        self._here = self.index.find_all(self.keys[1:]) >= 0
 
     def not_found(self) -> dict[str, int]:
         """Counts by texts that are known but would not be found, for each reason."""
@@ -252,7 +252,7 @@ class _Search:
             yield "adapter" if adapted and is_plain else "salt", reach
 
     def _is_page(self, key: bytes | None) -> bool:
-        return key is not None and bool(self.index.holds([key]).any())
+        return key is not None and bool((self.index.find_all([key]) >= 0).any())
 
     def beside(self, length: int) -> tuple[int, ...]:
         """Ids that a stored text has behind the first `length` tokens of this one."""

@@ -10,13 +10,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from pagedkv.arrays import Tokens
+from pagedkv.arrays import Ints, Tokens
 from pagedkv.config import CacheConfig
 from pagedkv.errors import HostMemoryError, OpenStepError, OutOfPagesError, WrongShapeError
 from pagedkv.interrupt import Uninterrupted
 from pagedkv.pages.prefix import page_keys
+from pagedkv.pages.restore import text_of
 from pagedkv.pages.salts import Chain, Salt, first_of, mixed_in
-from pagedkv.saving import pieces
+from pagedkv.pages.states import NO_SLOT
+from pagedkv.saving import pieces, state
 from pagedkv.saving.match import match_piece
 from pagedkv.saving.store import PrefixStore
 from pagedkv.storage.memory import host_memory
@@ -37,7 +39,6 @@ class StoredPrefixes:
     def __init__(self, store: Any, config: CacheConfig) -> None:
         for given, wrong, why in (
             ("retention", config.policy is not None, "K and V depend on what a policy evicted"),
-            ("states", bool(config.states), "recurrent states are not stored with prefixes yet"),
             (
                 "no fingerprint",
                 not config.fingerprint,
@@ -105,13 +106,18 @@ class StoredPrefixes:
             if not self._roots:  # it did
                 return self.fetch(cache, tokens, salt)
         for number in range(first, there):
-            if not self._load(cache, keys[number], tokens[: (number + 1) * self._size], salt):
+            text = tokens[: (number + 1) * self._size]
+            if not self._load(cache, keys[number], text, number * self._columns, salt):
                 there = max(here, number)
                 break
+            self.tokens_found += self._size
         self.store.use(keys[:there])
         missing = [number for number in range(here) if not self.store.has(keys[number])]
         if missing:  # a second text has them
             self._write(cache, tokens, salt, missing, first=False)
+
+    def checkpointed(self, cache: Any, seq: int) -> None:
+        """Writes the state that a sequence keeps, of a model that has any."""
 
     def expect(self, seq: int, tokens: Tokens, salt: Salt) -> None:
         """Notes a prompt, some of whose tokens will be computed."""
@@ -136,19 +142,33 @@ class StoredPrefixes:
                 whole = min(computed, tokens.size) // self._size
                 self._write(cache, tokens, salt, range(whole), first=True)
 
-    def keep(self, cache: Any, tokens: Tokens, salt: Salt) -> int:
+    def keep(self, cache: Any, seq: int, salt: Salt) -> int:
         """Writes all of a text that is findable; returns how many of its tokens are stored."""
         if cache.open_step is not None:
             raise OpenStepError("store: a step is open, commit or abort it first")
+        tokens = text_of(cache._tables, cache._tables.row_of(seq))
         keys = self._keys(cache, tokens, salt)
         self._write(cache, tokens, salt, range(len(keys)), first=False)
         return self._stored_to(keys, 0) * self._size
 
     # ------------------------------------------------------------------ one piece
 
-    def _load(self, cache: Any, key: bytes, tokens: Tokens, salt: Salt) -> bool:
-        """Loads a piece into pages that are findable and have no owner; returns whether it did."""
-        wanted = cache._storage, cache.config, key, tokens, self._columns
+    def _load(
+        self,
+        cache: Any,
+        key: bytes,
+        tokens: Tokens,
+        first: int,
+        salt: Salt,
+        with_state: bool = False,
+    ) -> bool:
+        """Loads a piece into pages that are findable and have no owner; returns whether it did.
+
+        Args:
+            tokens: the text up to the end of the piece, whose first column is `first`.
+            with_state: whether it ends in a state, which becomes a checkpoint.
+        """
+        wanted = cache._storage, cache.config, key, tokens, first, with_state
         saved = self.store.read(
             key, lambda head, parts, name: match_piece(head, parts, name, *wanted)
         )
@@ -157,13 +177,14 @@ class StoredPrefixes:
         try:
             with Uninterrupted():
                 seq = cache._load(saved, salt, b"")
+                if with_state:
+                    cache.checkpoint(seq)
                 cache._end([cache._tables.row_of(seq)])
         except WrongShapeError as error:  # of fp8 numbers too large for the scales of this cache
             self.store.pass_over(key, error)
             return False
         except (OutOfPagesError, MemoryError):  # then it is computed, where there is room
             return False
-        self.tokens_found += self._size
         return True
 
     def _write(self, cache: Any, tokens: Tokens, salt: Salt, numbers: Any, first: bool) -> None:
@@ -175,23 +196,31 @@ class StoredPrefixes:
         cache.identity.forget_stale(cache.clear_prefixes)
         if not self._roots:  # it did, and the pages are not findable any more
             return
-        page_keys = self._page_keys(cache, tokens, salt)
+        pages = cache._tables.index.find_all(self._page_keys(cache, tokens, salt))
         written = False
         # The end first: a text is found once all of it is there.
         for number in reversed(numbers):
             if not self.store.may_write():
                 break
             begin, end = number * self._columns, (number + 1) * self._columns
-            parts = cache._tables, cache._storage, cache.config
-            try:
-                with host_memory("add"):
-                    piece = pieces.take_out(*parts, keys[number], page_keys[:end], begin)
-            except HostMemoryError:
-                break
-            if piece is not None:
-                written |= self.store.write(keys[number], *piece, first)
+            piece = keys[number], pages[:, begin:end], (number + 1) * self._size
+            written |= self._write_piece(cache, *piece, first)
         if written:
             self.store.use(keys)
+
+    def _write_piece(
+        self, cache: Any, key: bytes, pages: Ints, length: int, first: bool, slot: int = NO_SLOT
+    ) -> bool:
+        """Whether a piece is stored now: these pages up to a length, and the state in a slot."""
+        try:
+            with host_memory("add"):
+                parts = cache._tables, cache._storage, cache.config
+                piece = pieces.take_out(*parts, key, pages, length)
+                if piece is not None and slot != NO_SLOT:
+                    piece[1].update(state.take_out(cache.config, cache._states, slot))
+        except HostMemoryError:
+            return False
+        return piece is not None and self.store.write(key, *piece, first)
 
     # ------------------------------------------------------------------ keys
 
@@ -205,9 +234,12 @@ class StoredPrefixes:
         """Returns the keys of a text's pieces; none while the model of its K and V is unknown."""
         if tokens.size < self._size:
             return []
-        root = self._root(cache, first_of(salt))
-        chain = Chain(root, mixed_in(salt, self._size))
-        return page_keys(chain, tokens, self._size) if root else []
+        chain = self._chain(cache, salt)
+        return page_keys(chain, tokens, self._size) if chain.root else []
+
+    def _chain(self, cache: Any, salt: Salt) -> Chain:
+        """Returns the chain of the keys of pieces."""
+        return Chain(self._root(cache, first_of(salt)), mixed_in(salt, self._size))
 
     def _root(self, cache: Any, salt: bytes) -> bytes:
         """Returns the key before the first piece; empty while the model of K and V is unknown."""

@@ -140,6 +140,10 @@ class PagedCache(LeasedRows):
             with made.kv.lock:
                 made._add_named(ids[0].cpu().numpy())
         beside |= {cache_argument(model): made}
+        if stored and made.kv.config.states and ids.shape[1] - made.seen > 1:
+            # The same prefix is found up to its last token, where its state is kept.
+            model(input_ids=ids[:, made.seen : -1], use_cache=True, **beside, **last_only)
+            made.checkpoint()
         model(input_ids=ids[:, made.seen :], use_cache=True, **beside, **last_only)
         if stored:
             with made.kv.lock:

@@ -190,6 +190,11 @@ class PrefixIndex:
         """The page with a full page's key, or -1."""
         return -1 if key is None else self._full[group].get(key, -1)
 
+    def find_all(self, keys: Sequence[bytes]) -> Ints:
+        """The page of each group with each of some full pages' keys, or -1: `[groups, n]`."""
+        found = np.array(self._columns(keys), dtype=np.int64)
+        return found.reshape(len(self._full), len(keys))
+
     def full_page(self, group: int, key: bytes) -> int:
         """The page published under a full page's key."""
         return self._full[group][key]
@@ -238,9 +243,7 @@ class PrefixIndex:
         """Finds the longest prefix whose pages every group still has as far as it needs them."""
         keys, columns = self._match_full(chain, tokens)
         n = self._covered(columns, len(keys))
-        pages = np.array([column[:n] for column in columns], dtype=np.int64).reshape(
-            len(columns), n
-        )
+        pages = np.array(columns, dtype=np.int64).reshape(len(columns), len(keys))[:, :n]
         keys, length = keys[:n], n * self.page_size
         while True:
             before = chain.before(keys[-1] if keys else chain.root, len(keys))
@@ -260,11 +263,6 @@ class PrefixIndex:
         return Match(length, keys, pages)
 
     # ------------------------------------------------------------------ explain
-
-    def holds(self, keys: Sequence[bytes]) -> Bools:
-        """Whether each group has the pages of some keys: `[groups, n]`."""
-        held = [[key in full for key in keys] for full in self._full]
-        return np.array(held, dtype=bool).reshape(len(self._full), len(keys))
 
     def follow(self, key: bytes, tokens: Tokens, filled: npt.NDArray[np.int32]) -> int:
         """How many tokens some group has behind a key, whether `match` would find them or not."""
@@ -312,7 +310,7 @@ class PrefixIndex:
             first = stop
         return keys, self._columns(keys)
 
-    def _columns(self, keys: list[bytes]) -> list[list[int]]:
+    def _columns(self, keys: Sequence[bytes]) -> list[list[int]]:
         return [[full.get(key, -1) for key in keys] for full in self._full]
 
     def _covered(self, columns: list[list[int]], most: int) -> int:

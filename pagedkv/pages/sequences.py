@@ -84,6 +84,16 @@ def stored_prefix(tables: PageTables, tokens: Tokens, salt: Salt) -> tuple[int, 
     return match.length, _at_state(tables, match, prompt).length
 
 
+def kept_state(tables: PageTables, tokens: Tokens, salt: Salt) -> tuple[Ints, int] | None:
+    """The pages of a text, `[groups, n]`, and the slot of the checkpoint at its end, if any."""
+    assert tables.states is not None, "the caller asks only where there are states"
+    prompt = tables.index.chain(salt), tokens
+    match = tables.index.match(prompt[0], tokens, tables.pool.filled)
+    key = None if match.length < tokens.size else _state_key(tables, match, prompt)
+    slot = tables.states.checkpoints.slots.get(key) if key else None
+    return None if slot is None else (match.pages, slot)
+
+
 def limit_of(tables: PageTables, max_tokens: int | None, size: int) -> int:
     """Returns the pages that a reservation of `max_tokens` sets aside for `size` tokens."""
     if max_tokens is None:
@@ -296,21 +306,28 @@ def _at_state(tables: PageTables, match: Match, prompt: Prompt) -> Match:
     chain, tokens = prompt
     if tables.states is None or tokens is None:
         return match
-    return _cut(
-        tables, match, tables.states.checkpoints.find(chain, tokens, match, tables.page_size)
-    )
+    length = tables.states.checkpoints.find(chain, tokens, match, tables.page_size)
+    if length < match.length and any(tables.windows):  # it needs earlier pages than the match has
+        match = tables.index.match(chain, tokens[:length], tables.pool.filled)
+        return match if match.length == length else _cut(tables, match, 0)
+    return _cut(tables, match, length)
 
 
 def _begin_state(tables: PageTables, row: int, match: Match, prompt: Prompt, promise: bool) -> bool:
     """Whether a new row has the state at the end of its match, and the slot it is promised."""
     assert tables.states is not None, "the caller asks only where there are states"
-    chain, tokens = prompt
-    key = None
-    if match.length and tokens is not None:
-        columns = match.length // tables.page_size
-        tail = tokens[columns * tables.page_size : match.length].tobytes()
-        key = PrefixKey.of(chain, match.keys[columns - 1] if columns else chain.root, columns, tail)
+    key = _state_key(tables, match, prompt)
     return tables.states.begin(row, match.length, key, promise)
+
+
+def _state_key(tables: PageTables, match: Match, prompt: Prompt) -> PrefixKey | None:
+    """The key of a checkpoint at the end of a match; None if nothing was matched."""
+    chain, tokens = prompt
+    if tokens is None or not match.length:
+        return None
+    columns = match.length // tables.page_size
+    tail = tokens[columns * tables.page_size : match.length].tobytes()
+    return PrefixKey.of(chain, match.keys[columns - 1] if columns else chain.root, columns, tail)
 
 
 def _affordable(tables: PageTables, match: Match, limit: int, prompt: Prompt) -> tuple[Match, Ints]:

@@ -82,13 +82,12 @@ def match(
         statics = [_statics(tensors, storage, group) for group in groups]
         stored = [_stored(tensors, storage, config, group, length, size) for group in groups]
         pages = [_laid(stored[g], storage, config, g, length, size, name) for g in groups]
-        found, layouts = state.found(tensors), state.layouts(config) if length else {}
-        _require_layout(found, layouts)
+        states = _state(tensors, config, length > 0)
     except PagedKVError:
         raise
     except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise CorruptFileError(f"{name}: contradicts itself: {error!s:.300}") from error
-    return Saved(tokens, pending, pages, statics, [found[name] for name in layouts])
+    return Saved(tokens, pending, pages, statics, states)
 
 
 def match_piece(
@@ -99,20 +98,22 @@ def match_piece(
     config: CacheConfig,
     key: bytes,
     tokens: Tokens,
-    columns: int,
+    first: int,
+    with_state: bool = False,
 ) -> Saved:
     """Holds the file of a piece, `pieces.take_out`, against a cache.
 
     Args:
         key: of the piece, which the file has in place of a model's fingerprint.
         tokens: the text up to the end of the piece.
-        columns: pages of the piece.
+        first: the piece's first column.
+        with_state: whether it has the recurrent state at its end.
 
     Raises:
         WrongModelError, WrongShapeError: it is another piece.
         CorruptFileError: it contradicts itself.
     """
-    size, end = config.page_size, tokens.size // config.page_size
+    size, end = config.page_size, -(-tokens.size // config.page_size)
     try:
         got = _text_size(header, config, key, name)
         _require(got == (tokens.size, size), f"expected {tokens.size} tokens, got {got}")
@@ -120,14 +121,16 @@ def match_piece(
         statics = [_statics(tensors, storage, group) for group in groups]
         pages = [_stored(tensors, storage, config, g, tokens.size, size) for g in groups]
         for group, found in zip(config.groups, pages):
-            at, wanted = columns_of(found), np.arange(end - columns, end)
-            good = np.isin(at, wanted).all() and (group.window is not None or at.size == columns)
+            at, wanted = columns_of(found), np.arange(first, end)
+            whole = group.window is not None or at.size == wanted.size
+            good = np.isin(at, wanted).all() and whole
             _require(bool(good), f"positions: expected pages {wanted}, got {at}")
+        states = _state(tensors, config, with_state)
     except PagedKVError:
         raise
     except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise CorruptFileError(f"{name}: contradicts itself: {error!s:.300}") from error
-    return Saved(tokens, np.empty(0, np.int32), pages, statics, [], end - columns)
+    return Saved(tokens, np.empty(0, np.int32), pages, statics, states, first)
 
 
 def _change(name: str, size: int, config: CacheConfig) -> str:
@@ -184,6 +187,13 @@ def _statics(tensors: dict[str, Tensor], storage: Storage, group: int) -> Parts:
     found = {name.removeprefix(prefix): tensors[name] for name in mine}
     _require_layout(found, {name: _layout(x) for name, x in storage.statics(group).items()})
     return found
+
+
+def _state(tensors: dict[str, Tensor], config: CacheConfig, expected: bool) -> list[Tensor]:
+    """The tensors of all state layers, in order; there are none where none is expected."""
+    found, layouts = state.found(tensors), state.layouts(config) if expected else {}
+    _require_layout(found, layouts)
+    return [found[name] for name in layouts]
 
 
 def _layout(tensor: Tensor) -> tuple[torch.dtype, list[int]]:

@@ -157,7 +157,8 @@ def _text(tables: PageTables, row: int, saved: Saved, chain: list[bytes]) -> Inc
             kind[at] = number
         here = np.full(end, -1)
         if saved.before is not None:
-            here = np.array([tables.index.find(group, key) for key in chain[1:]], np.int64)
+            # A page that is not complete is never shared.
+            here[: len(chain) - 1] = tables.index.find_all(chain[1:])[group]
             kind = np.where(here >= 0, tables.kinds_of(group, here), kind)
             if tables.windows[group] is not None:  # without a gap up to the end
                 kind[: np.flatnonzero(np.append(-1, kind) < 0)[-1]] = -1

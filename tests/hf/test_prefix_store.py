@@ -16,6 +16,7 @@ from tests.batch.generating import alone, tokens_alone
 from tests.effort import few
 from tests.hf.adapted import adapted, add
 from tests.hf.tiny import FAMILIES, generate, named, padded, prompts, tiny
+from tests.hybrids import HYBRIDS, tiny_hybrid
 
 OPTIONS = {"max_new_tokens": 6, "do_sample": False}
 SIZES = {"max_tokens": 1024, "page_size": 4}
@@ -217,11 +218,45 @@ def test_a_store_beside_a_cache_is_refused(tmp_path):
         PagedCache(model, cache=cache, prefix_store=tmp_path)
 
 
-def test_models_with_states_are_refused_by_name(tmp_path):
-    from tests.hybrids import tiny_hybrid
+HYBRID = pytest.mark.parametrize("family", few(HYBRIDS, "qwen3_next", "lfm2", "falcon_h1", "zaya"))
 
-    with pytest.raises(ValueError, match="prefix_store: not for a cache with states"):
-        BatchGenerator(tiny_hybrid(), prefix_store=tmp_path, **SIZES)
+
+@HYBRID
+def test_another_hybrid_of_the_same_weights_finds_pages_and_states(family, tmp_path):
+    model = tiny_hybrid(family)
+    head, *tails = prompts(137, 6, 5)
+    rows = [torch.cat([head, tail]) for tail in tails]
+    expected = [tokens_alone(model, row, **OPTIONS) for row in rows]
+    assert found(model, tmp_path, rows) == ([0, 137], expected)
+    again, tokens = found(in_another_process(model), tmp_path, rows[::-1])
+    assert (again, tokens) == ([137, 137], expected[::-1])
+    (follow,) = prompts(3)
+    turn = torch.cat([rows[0], follow])
+    assert found(in_another_process(model), tmp_path, [turn])[0] == [137]
+
+
+def test_a_hybrids_prompt_that_comes_again_leaves_a_state_for_the_third(tmp_path):
+    model = tiny_hybrid("lfm2")
+    (row,) = prompts(150)
+    expected = tokens_alone(model, row, **OPTIONS)
+    for cached in (0, 0, 128):
+        assert found(in_another_process(model), tmp_path, [row]) == ([cached], [expected])
+
+
+@HYBRID
+def test_a_hybrids_prefix_is_loaded_by_prefill(family, tmp_path):
+    model = tiny_hybrid(family)
+    prefix, tail = prompts(139, 4)
+    whole = [torch.cat([prefix, tail])]
+    expected = tokens_alone(model, whole[0], **OPTIONS)
+    for cached in (0, 138):
+        with PagedCache.prefill(model, prefix, prefix_store=tmp_path, **SIZES) as first:
+            assert first.stats().tokens_from_store == cached
+            with first.fork(1) as one:
+                out = generate(model, padded(whole), **named(one), **OPTIONS).sequences
+            first.kv.check()
+        model = in_another_process(model)
+        assert out[0, -6:].tolist() == expected
 
 
 def test_a_job_of_prompts_that_share_a_beginning_is_as_without(tmp_path):

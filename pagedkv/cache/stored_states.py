@@ -1,0 +1,142 @@
+"""Prefixes that last, of models with recurrent states: pieces, and the states of checkpoints.
+
+A state is of use at its own length alone, so its file is found by all ids up to there. It holds the
+state and the pages behind the last whole piece. A state is written when `checkpoint` keeps it
+within a prompt; it is brought back where `add` would find less.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from pagedkv.arrays import Tokens
+from pagedkv.config import CacheConfig
+from pagedkv.pages import sequences
+from pagedkv.pages.restore import text_of
+from pagedkv.pages.salts import Salt
+from pagedkv.saving import pieces
+
+from .stored_prefixes import StoredPrefixes
+
+EMPTY = np.empty(0, dtype=np.int32)
+
+
+class StateFile(NamedTuple):
+    """The file of a state: the tokens before it, and its key."""
+
+    length: int
+    key: bytes
+
+
+class StoredStates(StoredPrefixes):
+    """The stored prefixes of one cache with states."""
+
+    def __init__(self, store: Any, config: CacheConfig) -> None:
+        super().__init__(store, config)
+        self._rows = config.max_sequences
+        # By row, the last sequence that was added with a prompt: ids are a row's, modulo the rows.
+        self._prompts: dict[int, tuple[int, Tokens, Salt]] = {}
+
+    def reach(self, cache: Any, tokens: Tokens, salt: Salt) -> int:
+        """See `StoredPrefixes`."""
+        keys = self._keys(cache, tokens, salt)
+        here = self._in_cache(cache, tokens[: len(keys) * self._size], salt)
+        held, there = self._held(cache, tokens, salt), self._stored_to(keys, here)
+        found = self._longest(cache, tokens[:-1], salt, held, there)
+        return 0 if found is None else found.length
+
+    def fetch(self, cache: Any, tokens: Tokens, salt: Salt) -> None:
+        """See `StoredPrefixes`; pages come first, also those behind the last state.
+
+        Whoever computes a text whose pages are there sees where it is worth to keep a state.
+        """
+        before, held = self.tokens_found, self._held(cache, tokens, salt)
+        super().fetch(cache, tokens, salt)
+        if cache.open_step is None and cache._tables.free_rows:
+            self._fetch_state(cache, tokens, salt)
+        self.tokens_found = before + max(0, self._held(cache, tokens, salt) - held)
+
+    def _fetch_state(self, cache: Any, tokens: Tokens, salt: Salt) -> None:
+        held, whole = self._held(cache, tokens, salt), tokens.size // self._size
+        here = self._in_cache(cache, tokens[: whole * self._size], salt) if whole else 0
+        found = self._longest(cache, tokens[:-1], salt, held, here)
+        if found is not None:
+            cache.identity.forget_stale(cache.clear_prefixes)
+            text = tokens[: found.length]
+            first = found.length // self._size * self._columns
+            known = bool(self._roots)  # else all was forgotten, as of other weights
+            if known and self._load(cache, found.key, text, first, salt, with_state=True):
+                self.store.use([*self._keys(cache, text, salt), found.key])
+        elif held:  # a second text has it
+            self._write_state(cache, tokens[:held], salt, first=False)
+
+    def _held(self, cache: Any, tokens: Tokens, salt: Salt) -> int:
+        return sequences.stored_prefix(cache._tables, tokens, salt)[1]
+
+    def expect(self, seq: int, tokens: Tokens, salt: Salt) -> None:
+        """See `StoredPrefixes`."""
+        super().expect(seq, tokens, salt)
+        self._prompts[seq % self._rows] = seq, tokens, salt
+
+    def checkpointed(self, cache: Any, seq: int) -> None:
+        """See `StoredPrefixes`."""
+        added, tokens, salt = self._prompts.get(seq % self._rows, (-1, EMPTY, b""))
+        length = cache.length(seq)
+        within = added == seq and length <= tokens.size and cache.open_step is None
+        if within and self.store.may_write_first():
+            self._write_state(cache, tokens[:length], salt, first=True)
+
+    def keep(self, cache: Any, seq: int, salt: Salt) -> int:
+        """See `StoredPrefixes`; the state that the sequence has now is kept, too."""
+        super().keep(cache, seq, salt)
+        text = text_of(cache._tables, cache._tables.row_of(seq))
+        if text.size:
+            cache.checkpoint(seq)
+        for length in cache.checkpoints(seq):
+            self._write_state(cache, text[:length], salt, first=False)
+        keys = self._keys(cache, text, salt)
+        found = self._longest(cache, text, salt, 0, self._stored_to(keys, 0))
+        return 0 if found is None else found.length
+
+    # ------------------------------------------------------------------ one state
+
+    def _longest(
+        self, cache: Any, tokens: Tokens, salt: Salt, above: int, pieces_there: int
+    ) -> StateFile | None:
+        """The longest prefix of which a state is stored, if it is longer than `above`.
+
+        Args:
+            pieces_there: leading pieces that can be had; beyond them a state is of no use.
+        """
+        chain = self._chain(cache, salt)
+        if not chain.root or above >= tokens.size:
+            return None
+        before = [chain.root, *self._keys(cache, tokens, salt)]
+        for number in reversed(range(above // self._size, min(pieces_there + 1, len(before)))):
+            start = number * self._size
+            behind = tokens[start : start + self._size - 1]
+            keys = pieces.state_keys(chain, before[number], number, behind)
+            for count in reversed(range(max(0, above + 1 - start), len(keys))):
+                if start + count and self.store.has(keys[count]):
+                    return StateFile(start + count, keys[count])
+        return None
+
+    def _write_state(self, cache: Any, tokens: Tokens, salt: Salt, first: bool) -> None:
+        """Writes the state at the end of a text, if the cache keeps it, and the pieces before."""
+        keys, chain = self._keys(cache, tokens, salt), self._chain(cache, salt)
+        number = len(keys)
+        before, behind = [chain.root, *keys][-1], tokens[number * self._size :]
+        key = pieces.state_keys(chain, before, number, behind)[-1]
+        if not chain.root or self.store.has(key):
+            return
+        self._write(cache, tokens, salt, range(number), first)
+        cache.identity.forget_stale(cache.clear_prefixes)
+        kept = sequences.kept_state(cache._tables, tokens, salt)
+        if kept is None or not self._roots or not self.store.may_write():
+            return
+        pages, slot = kept
+        tail = pages[:, number * self._columns :]
+        if self._write_piece(cache, key, tail, tokens.size, first, slot):
+            self.store.use([*keys, key])
