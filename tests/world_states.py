@@ -38,7 +38,8 @@ class StateBooks:
 
         def write(layer: int, targets: Any, values: Any, donate: bool = False) -> None:
             assert len(set(targets.tolist())) == len(targets), "two rows write one slot"
-            assert (slots.refcount[targets] == 1).all(), "a shared slot was written"
+            assert (slots.pool.refcount[targets] == 1).all(), "a shared slot was written"
+            assert not slots.pool.findable[targets].any(), "a checkpoint was written"
             inner(layer, targets, values, donate)
 
         storage.write = write
@@ -112,7 +113,7 @@ class StateBooks:
         marks = {seq: self.cache.checkpoints(seq) for seq in self.texts}
         return (
             states.slot.tolist(),
-            states.refcount.tolist(),
+            states.pool.refcount.tolist(),
             dict(states.checkpoints.slots),
             marks,
         )

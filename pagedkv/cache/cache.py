@@ -397,8 +397,8 @@ class PagedKVCache:
                 poison_new(tables, self._storage, plan)
             self._copies.watch(step, plan)
             if tables.states is not None and self._states is not None:
-                self._states.reserve(tables.states.used)
                 source, target = tables.states.slot[rows], tables.states.target[rows]
+                self._states.reserve(int(target.max()) + 1)
                 if self.debug:
                     self._states.poison(target[target != source])
                 step.states = StepStates(self._states, source, target)

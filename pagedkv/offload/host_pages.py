@@ -16,11 +16,39 @@ import numpy as np
 
 from pagedkv.arrays import Bools, Ints, Tokens
 from pagedkv.errors import CorruptCacheError, HostMemoryError
-from pagedkv.pages.pool import PagePool, Recycled
+from pagedkv.pages.pool import PagePool
 from pagedkv.pages.prefix import Match, PrefixIndex
 from pagedkv.pages.restore import Incoming, stored, text_of
 from pagedkv.pages.salts import Chain
 from pagedkv.pages.tables import PageTables
+
+
+class Recycled(NamedTuple):
+    """All that is known of a device page: kept for cached pages that are reused.
+
+    Attributes:
+        page: the page's id.
+        segment: the segment of the pool that the page is in.
+        version: the version of its contents, as in `PagePool.version`.
+        filled: committed slots.
+        tokens: the ids in these slots.
+        key: the key under which the page is found if it is full, else None.
+        partial: the partial key under which it is found, or None.
+    """
+
+    page: int
+    segment: int
+    version: int
+    filled: int
+    tokens: Tokens
+    key: bytes | None
+    partial: bytes | None
+
+    @classmethod
+    def of(cls, index: PrefixIndex, pool: PagePool, page: int) -> Recycled:
+        """The record of a page as it is now."""
+        place = int(pool.group_of[page]), int(pool.version[page]), int(pool.filled[page])
+        return cls(page, *place, index.tokens[page].copy(), *index.keys_of(page))
 
 
 class OffloadedSequence(NamedTuple):
@@ -90,7 +118,9 @@ class HostPages:
         pool.refcount[hosts] += (uses - 1).astype(np.int32)
         places = np.split(hosts[which], np.cumsum([part.size for part in pages])[:-1])
         sequences = [self._offloaded(row, places[i * len(groups) :]) for i, row in enumerate(rows)]
-        return sequences, [tables.pool.record(page) for page in device[new].tolist()], hosts[new]
+        parts = tables.index, tables.pool
+        records = [Recycled.of(*parts, page) for page in device[new].tolist()]
+        return sequences, records, hosts[new]
 
     def _offloaded(self, row: int, places: list[Ints]) -> OffloadedSequence:
         tables, groups = self._tables, range(len(self._tables.windows))

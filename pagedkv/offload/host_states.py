@@ -29,7 +29,7 @@ class HostStates:
     def leave(self, rows: Sequence[int]) -> None:
         """Copies the states of sequences; they keep their slots as yet."""
         slots = self._slots.slot[list(rows)]
-        versions = np.where(slots < 0, -1, self._slots.version[slots])
+        versions = np.where(slots < 0, -1, self._slots.pool.version[slots])
         copied = {
             version: self._storage.take_out(slot)
             for slot, version in dict(zip(slots.tolist(), versions.tolist())).items()
@@ -51,7 +51,7 @@ class HostStates:
         """Gives sequences their states again, after `require_room`."""
         try:
             for slot, version in self._slots.come_back(*self._of(rows, promise)):
-                self._storage.reserve(self._slots.used)
+                self._storage.reserve(slot + 1)
                 self._storage.put_in(slot, self._bytes[version])
         except BaseException:
             self._slots.leave(np.asarray(rows))

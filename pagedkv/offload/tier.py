@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,8 @@ from pagedkv.config import CacheConfig
 from pagedkv.errors import BudgetExceeded
 from pagedkv.interrupt import Uninterrupted
 from pagedkv.pages import restore, sequences
-from pagedkv.pages.pool import Recycled
+from pagedkv.pages.pool import PagePool
+from pagedkv.pages.prefix import PrefixIndex
 from pagedkv.pages.restore import Incoming, Restored
 from pagedkv.pages.tables import PageTables
 from pagedkv.storage import Storage
@@ -28,7 +30,7 @@ from pagedkv.storage.memory import available_memory, memory_errors
 from pagedkv.storage.page_statistics import Marks, PageStatistics
 from pagedkv.storage.states import StateStorage
 
-from .host_pages import HostPages
+from .host_pages import HostPages, Recycled
 from .host_states import HostStates
 from .host_storage import HostStorage
 
@@ -62,7 +64,10 @@ class HostTier:
             )
         self._state_bytes = config.bytes_per_state
         self.pages = HostPages(tables, [count for both in counts for count in both])
-        tables.pool.recycled = []
+        self._reused: list[Recycled] = []  # device pages whose prefix is about to be lost
+        if self.states is None:
+            # Not by this tier: without a circle a cache gives its memory back when it is dropped.
+            tables.pool.before_reuse = partial(_note_reused, self._reused, tables.index)
         self._may_lose: Any = MemoryError
 
     def take_memory(self) -> None:
@@ -211,8 +216,9 @@ class HostTier:
         A prefix is kept only if it can be: where there is no memory for it, it is lost. So is that
         of a model with states, which would be found without its state.
         """
-        reused, self._tables.pool.recycled = self._tables.pool.recycled, []
-        if not reused or self.states is not None:
+        reused = self._reused[:]
+        self._reused.clear()
+        if not reused:
             return
         records, hosts = self.pages.rescue(reused)
         try:
@@ -311,3 +317,9 @@ class HostTier:
             here = there[mine] - self.pages.pool.base[segment]
             self.storage.bring(group, kind, here, pages[mine] - tables.base[group])
         return places
+
+
+def _note_reused(
+    reused: list[Recycled], index: PrefixIndex, pool: PagePool, pages: list[int]
+) -> None:
+    reused += [Recycled.of(index, pool, page) for page in pages]

@@ -7,6 +7,7 @@ import numpy as np
 from pagedkv.errors import CorruptCacheError
 
 from .plan import PagePlan
+from .pool import PagePool
 from .prefix import UNKNOWN_TOKEN
 from .tables import PageTables
 
@@ -24,24 +25,9 @@ def check(tables: PageTables, plan: PagePlan | None = None) -> None:
     np.add.at(owners, held[held >= 0], 1)
     for pages in plan.owned() if plan else []:
         np.add.at(owners, pages, 1)
-    _all(owners[:-1] == pool.refcount[:-1], "references differ from table entries at page")
-
-    cached = pool._stamp[:-1] >= 0
-    live = pool.refcount[:-1] > 0
-    free = np.zeros(total, dtype=np.int64)
-    absent = np.zeros(total, dtype=bool)
-    for group, start in enumerate(pool.base[:-1].tolist()):
-        np.add.at(free, pool._stack[start : start + int(pool.num_free[group])], 1)
-        stop = int(pool.base[group + 1])
-        absent[start + int(pool.existing[group]) : stop] = True
-        if int(cached[start:stop].sum()) != pool.num_cached[group]:
-            raise CorruptCacheError(f"group {group} miscounts its cached pages")
-    states = live.astype(int) + cached + free
-    _all((states == 1) | absent, "not exactly one of live, cached, free: page")
-    _all(states == ~absent, "live, cached or free before it exists: page")
-    _all(~cached | pool.findable[:-1], "cached but not findable: page")
-    _all((free == 0) | ~pool.findable[:-1], "free but findable: page")
-    _all(pool.filled[:-1][free > 0] == 0, "free but filled: page")
+    check_pool(pool, owners[:-1], "page")
+    free = (pool.refcount == 0) & ~pool.findable
+    _all((pool.filled == 0) | ~free, "free but filled: page")
 
     known = pool.findable[:-1] & (pool.filled[:-1] == 0)
     _all(~known, "findable without a committed slot: page")
@@ -57,8 +43,34 @@ def check(tables: PageTables, plan: PagePlan | None = None) -> None:
     _all(listed == pool.findable[:-1], "findable differs from the index at page")
     _check_rows(tables, rows, plan)
     if tables.states is not None:
+        check_pool(tables.states.pool, tables.states.owners(), "state slot")
         here = np.asarray([row for row in rows if row not in tables.offloaded], np.int64)
         tables.states.check(here, tables.lengths)
+
+
+def check_pool(pool: PagePool, owners: np.ndarray, what: str) -> None:
+    """Raises unless the pages of a pool have these owners, and each is live, cached or free.
+
+    Args:
+        what: what a page of this pool is called.
+    """
+    total = len(pool.refcount) - 1
+    _all(owners == pool.refcount[:-1], f"references differ from owners: {what}")
+    cached = pool._stamp[:-1] >= 0
+    live = pool.refcount[:-1] > 0
+    free = np.zeros(total, dtype=np.int64)
+    absent = np.zeros(total, dtype=bool)
+    for group, start in enumerate(pool.base[:-1].tolist()):
+        np.add.at(free, pool._stack[start : start + int(pool.num_free[group])], 1)
+        stop = int(pool.base[group + 1])
+        absent[start + int(pool.existing[group]) : stop] = True
+        if int(cached[start:stop].sum()) != pool.num_cached[group]:
+            raise CorruptCacheError(f"group {group} miscounts its cached pages")
+    states = live.astype(int) + cached + free
+    _all((states == 1) | absent, f"not exactly one of live, cached, free: {what}")
+    _all(states == ~absent, f"live, cached or free before it exists: {what}")
+    _all(~cached | pool.findable[:-1], f"cached but not findable: {what}")
+    _all((free == 0) | ~pool.findable[:-1], f"free but findable: {what}")
 
 
 def _check_rows(tables: PageTables, rows: np.ndarray, plan: PagePlan | None) -> None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from itertools import count
 from typing import NamedTuple
+
+import numpy as np
 
 from pagedkv.arrays import Tokens
 from pagedkv.errors import CorruptCacheError
@@ -36,14 +37,19 @@ class Checkpoints:
     """The state slot of each prefix that is kept; a slot is that of one checkpoint at most.
 
     Args:
+        num_slots: slots there may be.
         max_sequences: rows, as of the page tables.
 
     Attributes:
-        slots: by prefix, least recently used first.
+        slots: by prefix, in the order in which they were kept.
+        key_of: prefixes by slot.
+        findable: `[slots + 1]`, whether each slot is that of a checkpoint.
     """
 
-    def __init__(self, max_sequences: int) -> None:
-        self.slots: OrderedDict[PrefixKey, int] = OrderedDict()
+    def __init__(self, num_slots: int, max_sequences: int) -> None:
+        self.slots: dict[PrefixKey, int] = {}
+        self.key_of: dict[int, PrefixKey] = {}
+        self.findable = np.zeros(num_slots + 1, dtype=bool)
         self._tails: dict[bytes, set[bytes]] = {}  # by `pages`
         self._marks: list[dict[int, PrefixKey]] = [{} for _ in range(max_sequences)]
         self._private = count()
@@ -53,29 +59,24 @@ class Checkpoints:
 
     # ------------------------------------------------------------------ which there are
 
-    def keep(self, row: int, length: int, slot: int, key: PrefixKey | None) -> bool:
-        """Keeps the state in a slot as that of a row's first `length` tokens.
+    def keep(self, row: int, length: int, slot: int, key: PrefixKey | None) -> int:
+        """Keeps the state in a slot, if no other has it, as that of a row's first tokens.
 
         Args:
+            length: how many tokens.
             key: of these tokens; None if their ids are not known.
 
         Returns:
-            Whether the slot is kept from now on; not if another has these tokens already.
+            The slot that has these tokens' state.
         """
         if key is None:  # perhaps another sequence keeps the same state
-            key = next((k for k, kept in self.slots.items() if kept == slot), None)
+            key = self.key_of.get(slot)
             key = key or PrefixKey(b"", next(self._private).to_bytes(8, "big"))
         self._marks[row][length] = key
-        if key in self.slots:
-            self.slots.move_to_end(key)
-            return False
-        self.slots[key] = slot
-        self._tails.setdefault(key.pages, set()).add(key.tail)
-        return True
-
-    def use(self, key: PrefixKey) -> int:
-        """The slot of a checkpoint, which is the most recently used from now on."""
-        self.slots.move_to_end(key)
+        if key not in self.slots:
+            self.slots[key], self.key_of[slot] = slot, key
+            self.findable[slot] = True
+            self._tails.setdefault(key.pages, set()).add(key.tail)
         return self.slots[key]
 
     def forget(self, key: PrefixKey) -> int:
@@ -84,7 +85,15 @@ class Checkpoints:
         tails.discard(key.tail)
         if not tails:
             del self._tails[key.pages]
-        return self.slots.pop(key)
+        slot = self.slots.pop(key)
+        del self.key_of[slot]
+        self.findable[slot] = False
+        return slot
+
+    def recycle(self, group: int, pages: list[int]) -> None:
+        """Forgets the checkpoints of slots that are reused, as a `PagePool` asks for it."""
+        for slot in pages:
+            self.forget(self.key_of[slot])
 
     def find(self, chain: Chain, tokens: Tokens, match: Match, page_size: int) -> int:
         """The longest prefix within a match of pages that has a checkpoint: its length, or 0."""
@@ -139,8 +148,11 @@ class Checkpoints:
 
     def check(self) -> None:
         """Raises `CorruptCacheError` if what is known of checkpoints contradicts itself."""
-        if len(set(self.slots.values())) < len(self.slots):
+        kept = {slot: key for key, slot in self.slots.items()}
+        if len(kept) < len(self.slots):
             raise CorruptCacheError("a state slot is kept by two checkpoints")
+        if kept != self.key_of or set(np.flatnonzero(self.findable).tolist()) != kept.keys():
+            raise CorruptCacheError("checkpoints differ from the slots that can be found")
         listed = {PrefixKey(pages, tail) for pages, tails in self._tails.items() for tail in tails}
         if listed != self.slots.keys():
             raise CorruptCacheError("checkpoints differ from the prefixes they are found by")

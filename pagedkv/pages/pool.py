@@ -3,7 +3,7 @@
 One pool serves all layer groups: a page id is an index into flat arrays, of which each layer group
 owns one segment, or two next to each other where it has staging pages as well. To the pool every
 segment is a group. Id -1 means "no page"; every array has one element more than there are pages, so
-that -1 reads the neutral values kept there.
+that -1 reads the neutral values kept there. Slots of states have a pool of their own (`states.py`).
 
 A page is *live* (referenced), *cached* (unreferenced but still findable as a prefix) or *free*.
 Invariant, per group: live + cached + free = the pages that exist, which are the first ones. In a
@@ -13,42 +13,27 @@ pool of fixed size that is all of them.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from pagedkv.arrays import Ints, Tokens
+from pagedkv.arrays import Bools, Ints
 
-from .prefix import PrefixIndex
+
+class Index(Protocol):
+    """What finds pages: `PrefixIndex`, or `Checkpoints` for the slots of states."""
+
+    findable: Bools
+
+    def recycle(self, group: int, pages: list[int]) -> None:
+        """Takes pages of a group out of the index, because they are reused for other texts."""
 
 
 def within(counts: Ints) -> Ints:
     """0 to count - 1 for each count, one after the other."""
     return np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
-
-
-class Recycled(NamedTuple):
-    """All that is known of a page: kept for cached pages that are reused.
-
-    Attributes:
-        page: the page's id.
-        segment: the segment of the pool that the page is in.
-        version: the version of its contents, as in `PagePool.version`.
-        filled: committed slots.
-        tokens: the ids in these slots.
-        key: the key under which the page is found if it is full, else None.
-        partial: the partial key under which it is found, or None.
-    """
-
-    page: int
-    segment: int
-    version: int
-    filled: int
-    tokens: Tokens
-    key: bytes | None
-    partial: bytes | None
 
 
 class PagePool:
@@ -60,10 +45,11 @@ class PagePool:
         kinds: segments of a layer group: 2 where it has staging pages, else 1.
 
     Attributes:
-        recycled: cached pages that were reused, where a host tier collects them; else None.
+        before_reuse: called with the pool and cached pages that are about to be reused, where a
+            host tier asks for it.
     """
 
-    def __init__(self, num_pages: Sequence[int], index: PrefixIndex, kinds: int = 1) -> None:
+    def __init__(self, num_pages: Sequence[int], index: Index, kinds: int = 1) -> None:
         self.num_pages = np.asarray(num_pages, dtype=np.int64)
         self.base: Ints = np.concatenate([[0], np.cumsum(self.num_pages)])
         total = int(self.base[-1])
@@ -89,7 +75,7 @@ class PagePool:
         self._bits = total.bit_length()
         self._clock = 0
         self._index, self._kinds = index, kinds
-        self.recycled: list[Recycled] | None = None
+        self.before_reuse: Callable[[PagePool, list[int]], None] | None = None
 
     def take(self, n: int, more: Sequence[tuple[int, int]] = ()) -> tuple[Ints, list[Ints]]:
         """Takes n pages of every group, and `more` of single ones, with one reference each.
@@ -160,6 +146,12 @@ class PagePool:
         """Whether each page has an owner or is cached, so that `share` may be called."""
         return (self.refcount[pages] > 0) | (self._stamp[pages] >= 0)
 
+    def forgotten(self, pages: Ints) -> None:
+        """Frees those of some pages that are cached. The caller has made them unfindable."""
+        cached = pages[(self._stamp[pages] >= 0) & (pages >= 0)]
+        self.share(cached)
+        self.drop(cached)
+
     def release_cached(self) -> None:
         """Frees every cached page. The caller has made them unfindable."""
         cached = np.flatnonzero(self._stamp[:-1] >= 0)
@@ -223,17 +215,11 @@ class PagePool:
             found = found[self._stamp[found] == stamps]
             self._stamp[found] = -1
             pages += found.tolist()
-        if self.recycled is not None:
-            self.recycled += map(self.record, pages)
+        if self.before_reuse is not None:
+            self.before_reuse(self, pages)
         self._index.recycle(group // self._kinds, pages)
         self.num_cached[group] -= n
         self._release(np.asarray(pages))
-
-    def record(self, page: int) -> Recycled:
-        """The record of a page as it is now."""
-        key, partial = self._index.keys_of(page)
-        place = int(self.group_of[page]), int(self.version[page]), int(self.filled[page])
-        return Recycled(page, *place, self._index.tokens[page].copy(), key, partial)
 
     def count(self, pages: Ints) -> Ints:
         """How many of some pages are in each group."""

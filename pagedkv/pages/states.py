@@ -1,17 +1,16 @@
 """Slots of recurrent state: who has which, which are shared, and which are kept as checkpoints.
 
-A *state* is what all state layers of a sequence know at one length; it lives in a *slot*. A step
-replaces the whole state, so nothing is ever copied: forks share a slot, and the first step of each
-side writes to a slot of its own. A *checkpoint* keeps the slot of a prefix after its sequence went
-on: a prompt is found up to the longest prefix that has pages **and** a checkpoint, since a state at
-another length is of no use. Checkpoints are reused for rows that need a slot, least recently used
-first. Like pages, slots are integers here; their bytes are in `storage/states.py`.
+A *state* is what all state layers of a sequence know at one length; it lives in a *slot*. A slot is
+a page of a `PagePool` of its own: rows own it; if none does, it is cached where a checkpoint
+(`checkpoints.py`) finds it, and else free. A step replaces the whole state, so nothing is ever
+copied: forks share a slot, and the first step of each side writes to a slot of its own. A prompt is
+found up to the longest prefix that has pages **and** a checkpoint, since a state at another length
+is of no use. The bytes of slots are in `storage/states.py`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import count
 
 import numpy as np
 
@@ -19,6 +18,7 @@ from pagedkv.arrays import Bools, Ints
 from pagedkv.errors import CorruptCacheError, OutOfPagesError
 
 from .checkpoints import Checkpoints, PrefixKey
+from .pool import PagePool
 
 NO_SLOT = -1  # of a row without tokens: its state is zero
 
@@ -31,25 +31,25 @@ class StateSlots:
         max_sequences: rows, as of the page tables.
 
     Attributes:
+        pool: owners of slots. A slot's version is that of no other slot, ever.
         slot: `[rows]`, the slot of each row's committed state; -1: none yet.
         target: `[rows]`, the slot that the open step writes; -1: none.
         promised: `[rows]`, rows that get a slot whatever happens.
         checkpoints: prefixes of which the slot is kept.
-        version: `[slots + 1]`, a number of each slot's contents: equal versions mean equal bytes.
-        used: slots up to the last one that was ever taken: what needs memory.
     """
 
     def __init__(self, num_slots: int, max_sequences: int) -> None:
         self.num_slots = num_slots
-        self.refcount = np.zeros(num_slots + 1, dtype=np.int64)  # the last has no owner: slot -1
         self.slot = np.full(max_sequences, NO_SLOT, dtype=np.int64)
         self.target = np.full(max_sequences, NO_SLOT, dtype=np.int64)
         self.promised = np.zeros(max_sequences, dtype=bool)
-        self.checkpoints = Checkpoints(max_sequences)
-        self.version = np.zeros(num_slots + 1, dtype=np.int64)
-        self.used = 0
-        self._free: list[int] = []
-        self._versions = count(1)
+        self.checkpoints = Checkpoints(num_slots, max_sequences)
+        self.pool = PagePool([num_slots], self.checkpoints)
+
+    @property
+    def in_use(self) -> int:
+        """Slots of rows, which may share them, and of checkpoints."""
+        return self.num_slots - int(self.pool.num_free[0])
 
     # ------------------------------------------------------------------ room
 
@@ -63,41 +63,32 @@ class StateSlots:
         if rows is not None:
             promised = promised.copy()
             promised[rows] = False
-        return self._room(self._owners(), self.slot, promised)
+        return self._room(self.pool.refcount, self.slot, promised)
 
-    def _owners(self) -> Ints:
-        """`[slots + 1]`, references of each slot, those of checkpoints left out."""
-        owners = self.refcount.copy()
-        owners[list(self.checkpoints.slots.values())] -= 1
-        return owners
-
-    def _room(self, owners: Ints, slot: Ints, promised: Bools) -> int:
-        """Slots that are free, or only kept, and not owed to a row."""
+    def _room(self, owners: np.ndarray, slot: Ints, promised: Bools) -> int:
+        """Slots that are free, or only kept, and not owed to a row, if slots had these owners."""
         # A row that shares its slot with a checkpoint alone needs no other: the checkpoint goes.
         owed = promised & ((slot < 0) | (owners[slot] > 1))
         owed &= (self.target < 0) | (self.target == slot)  # else it has what it is owed
-        spare = int((owners[list(self.checkpoints.slots.values())] == 0).sum())
-        return len(self._free) + self.num_slots - self.used + spare - int(owed.sum())
+        return int((owners[:-1] == 0).sum()) - int(owed.sum())
 
     def require_room(self, rows: Ints) -> None:
         """Raises `OutOfPagesError` unless a step of these rows can have its slots."""
         needed, room = int(self._writes_elsewhere(rows).sum()), self.room(rows)
-        if needed > room and needed - len(self._given_up(rows)) > room:
+        if needed > room and needed - self._given_up(rows).size > room:
             raise self.out_of_slots("prepare", needed, room)
 
-    def _given_up(self, rows: Ints) -> list[PrefixKey]:
-        """Checkpoints that rows can do without: then they write where their own state is."""
-        mine = set(self.slot[rows].tolist())
-        kept = self.checkpoints.slots.items()
-        return [key for key, slot in kept if slot in mine and self.refcount[slot] == 2]
+    def _given_up(self, rows: Ints) -> Ints:
+        """Slots of rows that only a checkpoint keeps from being written in place."""
+        mine = self.slot[rows]
+        return mine[self.pool.findable[mine] & (self.pool.refcount[mine] == 1)]
 
     def out_of_slots(self, what: str, needed: int, room: int) -> OutOfPagesError:
         """The error of a call that cannot have the slots it needs."""
-        in_use = int((self.refcount > 0).sum())
         return OutOfPagesError(
             f"{what} needs {needed} state slots, {max(0, room)} of {self.num_slots} can be had: "
-            f"{in_use} are in use, {int(self.promised.sum())} sequences have one promised. Free "
-            "sequences, or build the cache with a larger max_states",
+            f"{self.in_use} are in use, {int(self.promised.sum())} sequences have one promised. "
+            "Free sequences, or build the cache with a larger max_states",
             pages_needed=needed,
             pages_free=max(0, room),
         )
@@ -105,45 +96,28 @@ class StateSlots:
     def _writes_elsewhere(self, rows: Ints) -> Bools:
         """Whether the next step of each row needs a slot other than the row's own."""
         slot = self.slot[rows]
-        return (slot < 0) | (self.refcount[slot] > 1)
+        return (slot < 0) | (self.pool.refcount[slot] > 1) | self.pool.findable[slot]
 
     def _take(self) -> int:
-        if self._free:
-            slot = self._free.pop()
-        elif self.used < self.num_slots:
-            slot, self.used = self.used, self.used + 1
-        else:
-            kept = self.checkpoints.slots.items()
-            key = next(key for key, slot in kept if self.refcount[slot] == 1)
-            self.forget(key)
-            slot = self._free.pop()
-        self.refcount[slot] = 1
-        self.version[slot] = next(self._versions)
-        return slot
-
-    def _drop(self, slot: int) -> None:
-        if slot < 0:
-            return
-        self.refcount[slot] -= 1
-        if not self.refcount[slot]:
-            self._free.append(slot)
+        _, (slots,) = self.pool.take(0, [(0, 1)])
+        return int(slots[0])
 
     # ------------------------------------------------------------------ one step
 
     def prepare(self, rows: Ints) -> None:
         """Gives each row of a step the slot that it will write, after `require_room`."""
-        short = int(self._writes_elsewhere(rows).sum()) - self.room(rows)
-        for key in self._given_up(rows)[: max(0, short)]:
-            self.forget(key)
         elsewhere = self._writes_elsewhere(rows)
+        if (short := int(elsewhere.sum()) - self.room(rows)) > 0:
+            for slot in self._given_up(rows)[:short].tolist():
+                self.forget(self.checkpoints.key_of[slot])
+            elsewhere = self._writes_elsewhere(rows)
         self.target[rows] = self.slot[rows]
         for row in rows[elsewhere].tolist():
             self.target[row] = self._take()
 
     def abort(self, rows: Ints) -> None:
         """Takes `prepare` back."""
-        for row in rows[self.target[rows] != self.slot[rows]].tolist():
-            self._drop(int(self.target[row]))
+        self.pool.drop(self.target[rows[self.target[rows] != self.slot[rows]]])
         self.target[rows] = NO_SLOT
 
     def commit(self, rows: Ints, kept: Ints) -> None:
@@ -153,13 +127,12 @@ class StateSlots:
             kept: `[B]`, tokens kept of each row; a row that keeps none has the state it had.
         """
         self.abort(rows[kept == 0])
-        for row in rows[kept > 0].tolist():
-            if self.slot[row] != self.target[row]:
-                self._drop(int(self.slot[row]))
-                self.slot[row] = self.target[row]
-            else:
-                self.version[self.slot[row]] = next(self._versions)
-        self.target[rows] = NO_SLOT
+        rows = rows[kept > 0]
+        before, after = self.slot[rows], self.target[rows]
+        self.pool.drop(before[before != after])
+        for slot in after[before == after].tolist():
+            self.pool.renew(slot)
+        self.slot[rows], self.target[rows] = after, NO_SLOT
 
     # ------------------------------------------------------------------ sequences
 
@@ -173,7 +146,7 @@ class StateSlots:
             promise: whether the row gets a slot whatever happens.
         """
         if key is not None:
-            self.slot[row] = self._use(key)
+            self.slot[row] = self._own(self.checkpoints.slots[key])
             self.checkpoints.mark(row, length, key)
         self.promised[row] = promise
         if self.room() >= 0:
@@ -183,10 +156,8 @@ class StateSlots:
 
     def share(self, source: int, rows: Sequence[int]) -> bool:
         """Gives rows without a state the state of another row, if there is room."""
-        slot = int(self.slot[source])
-        if slot >= 0:
-            self.refcount[slot] += len(rows)
-            self.slot[np.asarray(rows)] = slot
+        self.slot[np.asarray(rows)] = self.slot[source]
+        self.pool.add_owners(self.slot[[source]], len(rows))
         for row in rows:
             self.checkpoints.copy_marks(source, row)
         if self.room() >= 0:
@@ -196,18 +167,15 @@ class StateSlots:
 
     def release(self, rows: Ints) -> None:
         """Takes the states from rows; their checkpoints stay."""
+        self.leave(rows)
         for row in rows.tolist():
-            self._drop(int(self.slot[row]))
             self._unmark(row)
-        self.slot[rows] = NO_SLOT
-        self.promised[rows] = False
 
     # ------------------------------------------------------------------ elsewhere and back
 
     def leave(self, rows: Ints) -> None:
         """Takes slots and promises from rows, which keep their checkpoints."""
-        for row in rows.tolist():
-            self._drop(int(self.slot[row]))
+        self.pool.drop(self.slot[rows])
         self.slot[rows] = NO_SLOT
         self.promised[rows] = False
 
@@ -219,7 +187,7 @@ class StateSlots:
             versions: of each row's state; -1 for a row that has none.
             promised: which rows get a slot whatever happens.
         """
-        owners, slot, promises = self._owners(), self.slot.copy(), self.promised.copy()
+        owners, slot, promises = self.pool.refcount.copy(), self.slot.copy(), self.promised.copy()
         slot[rows] = found = np.asarray([self._holding(version) for version in versions.tolist()])
         np.add.at(owners, found[found >= 0], 1)
         promises[rows] = promised
@@ -237,15 +205,19 @@ class StateSlots:
             shared, and one that is still here.
         """
         fresh = []
+        # States that are here first, so that none of them is reused for another.
         for row, version in zip(rows.tolist(), versions.tolist()):
-            slot = self._holding(version)
-            if slot >= 0:
-                self.refcount[slot] += 1
-            elif version >= 0:
-                slot = self._take()
-                self.version[slot] = version
-                fresh.append((slot, version))
-            self.slot[row] = slot
+            self.slot[row] = self._own(self._holding(version))
+        for row, version in zip(rows.tolist(), versions.tolist()):
+            if self.slot[row] < 0 <= version:
+                slot = self._holding(version)
+                if slot < 0:
+                    slot = self._take()
+                    self.pool.version[slot] = version
+                    fresh.append((slot, version))
+                else:
+                    self._own(slot)
+                self.slot[row] = slot
         self.promised[rows] = promised
         return fresh
 
@@ -260,8 +232,9 @@ class StateSlots:
         return int(self.slot[row])
 
     def _holding(self, version: int) -> int:
-        """The slot in use that holds a version, or -1."""
-        found = np.flatnonzero((self.version == version) & (self.refcount > 0))
+        """The slot that holds a version, or -1."""
+        found = np.flatnonzero(self.pool.version == version)
+        found = found[self.pool.is_kept(found)]
         return int(found[0]) if found.size and version >= 0 else NO_SLOT
 
     # ------------------------------------------------------------------ checkpoints
@@ -273,18 +246,18 @@ class StateSlots:
             length: tokens of the row.
             key: of these tokens; None if their ids are not known.
         """
-        slot = int(self.slot[row])
-        self.refcount[slot] += self.checkpoints.keep(row, length, slot, key)
+        slot = self.checkpoints.keep(row, length, int(self.slot[row]), key)
+        self.pool.drop(np.asarray([self._own(slot)]))  # used just now: last to go
 
     def require_way_back(self, row: int, length: int) -> None:
         """Raises `OutOfPagesError` if another row is promised the slot of a row's checkpoint."""
-        owners, slot, promised = self._owners(), self.slot.copy(), self.promised.copy()
+        owners, slot, promised = self.pool.refcount.copy(), self.slot.copy(), self.promised.copy()
         left = slot[row]
         slot[row] = self.checkpoints.slots[self.checkpoints.key_at(row, length)]
-        owners[[left, slot[row]]] += -1, 1
+        owners[left] -= 1
+        owners[slot[row]] += 1
         promised[row] = False
-        freed = int(self.refcount[left] == 1)
-        if (room := self._room(owners, slot, promised) + freed) < 0:
+        if (room := self._room(owners, slot, promised)) < 0:
             raise self.out_of_slots("truncate", 1, room + 1)
 
     def go_back(self, row: int, length: int) -> None:
@@ -293,8 +266,9 @@ class StateSlots:
         After `require_way_back`, where it is a checkpoint.
         Where others have that state too, and no slot is left for a copy, its promise ends.
         """
-        slot = self._use(self.checkpoints.key_at(row, length)) if length else NO_SLOT
-        self._drop(int(self.slot[row]))
+        key = self.checkpoints.key_at(row, length) if length else None
+        slot = NO_SLOT if key is None else self._own(self.checkpoints.slots[key])
+        self.pool.drop(self.slot[[row]])
         self.slot[row] = slot
         self._unmark(row, length)
         if self.promised[row] and self.room() < 0:
@@ -308,11 +282,11 @@ class StateSlots:
 
     def forget(self, key: PrefixKey) -> None:
         """Forgets a checkpoint."""
-        self._drop(self.checkpoints.forget(key))
+        self.pool.forgotten(np.asarray([self.checkpoints.forget(key)]))
 
-    def _use(self, key: PrefixKey) -> int:
-        slot = self.checkpoints.use(key)
-        self.refcount[slot] += 1
+    def _own(self, slot: int) -> int:
+        if slot >= 0:
+            self.pool.share(np.asarray([slot]))
         return slot
 
     def _unmark(self, row: int, length: int = -1) -> None:
@@ -321,26 +295,19 @@ class StateSlots:
 
     # ------------------------------------------------------------------ explain
 
+    def owners(self) -> Ints:
+        """`[slots]`, how many rows own each slot, by what rows say."""
+        written = self.target[self.target != self.slot]
+        held = np.concatenate([self.slot, written])
+        return np.bincount(held[held >= 0], minlength=self.num_slots)
+
     def check(self, rows: Ints, lengths: Ints) -> None:
-        """Raises `CorruptCacheError` if owners and references contradict each other.
+        """Raises `CorruptCacheError` if what rows have contradicts their texts or the room.
 
         Args:
             rows: live rows.
             lengths: `[rows]`, committed tokens of all rows.
         """
-        owners = np.zeros_like(self.refcount)
-        held = self.slot[self.slot >= 0]
-        np.add.at(owners, held, 1)
-        own = (self.target >= 0) & (self.target != self.slot)
-        np.add.at(owners, self.target[own], 1)
-        np.add.at(owners, np.fromiter(self.checkpoints.slots.values(), np.int64), 1)
-        if (owners != self.refcount).any():
-            slot = int((owners != self.refcount).argmax())
-            raise CorruptCacheError(f"references differ from owners: state slot {slot}")
-        free = np.zeros_like(self.refcount)
-        np.add.at(free, np.asarray(self._free, np.int64), 1)
-        if (free[: self.used] != (owners[: self.used] == 0)).any() or free[self.used :].any():
-            raise CorruptCacheError("free state slots are miscounted")
         stateless = np.setdiff1d(np.flatnonzero(self.slot >= 0), rows)
         if stateless.size:
             raise CorruptCacheError(f"row {stateless[0]} has a state but no sequence")

@@ -126,7 +126,7 @@ def collect(
         offloaded=offloaded,
         offloaded_bytes=offloaded_bytes,
         host_cached=host_cached,
-        states=0 if tables.states is None else int((tables.states.refcount > 0).sum()),
+        states=0 if tables.states is None else tables.states.in_use,
         checkpoints=0 if tables.states is None else len(tables.states.checkpoints),
         unshared=int(owners.sum()),
         unshared_bytes=int(owned @ bytes_per_page),

@@ -147,7 +147,7 @@ class Recorder:
         if self._on_host is not None:
             counts["host"] = self._on_host()
         if states is not None:
-            counts["states"] = [int((states.refcount > 0).sum()), len(states.checkpoints)]
+            counts["states"] = [states.in_use, len(states.checkpoints)]
         return counts
 
 

@@ -128,7 +128,7 @@ def test_states_are_counted_by_formula(model_of):
             model(prompts(5)[0][None], **named(cache), use_cache=True)
             stored = cache.kv._states
             assert stored.nbytes == stored._capacity * cache.kv.config.bytes_per_state
-            assert np.flatnonzero(cache.kv._tables.states.refcount).size == 1
+            assert np.flatnonzero(cache.kv._tables.states.pool.refcount).size == 1
 
 
 def test_a_model_without_states_is_refused_the_cache_of_one_with_them():

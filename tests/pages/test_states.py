@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from pagedkv.errors import CorruptCacheError, OutOfPagesError
+from pagedkv.pages.check import check_pool
 from pagedkv.pages.checkpoints import Checkpoints, PrefixKey
 from pagedkv.pages.prefix import Match, page_key
 from pagedkv.pages.salts import Chain
@@ -26,6 +27,7 @@ class Slots(StateSlots):
         self.verify()
 
     def verify(self) -> None:
+        check_pool(self.pool, self.owners(), "state slot")
         self.check(np.arange(ROWS), (self.slot >= 0).astype(np.int64))
 
 
@@ -52,7 +54,7 @@ def test_abort_and_rows_that_keep_nothing_give_their_fresh_slots_back():
     slots.share(0, [1])
     before = slots.slot.copy()
     slots.prepare(rows(0, 1))
-    slots.check(np.arange(ROWS), (slots.slot >= 0).astype(np.int64))
+    slots.verify()
     slots.abort(rows(0, 1))
     slots.verify()
     slots.step(0, 1, keep=False)
@@ -69,7 +71,7 @@ def test_checkpoints_without_a_row_are_room_and_go_in_order_of_use():
     assert slots.room() == 3
     slots.begin(3, 1, key("a"), promise=False)
     slots.step(4)
-    assert list(slots.checkpoints.slots) == [key("c"), key("a")]
+    assert set(slots.checkpoints.slots) == {key("c"), key("a")}
     assert slots.checkpoints.lengths(3) == [1]
     slots.step(3)  # its own checkpoint stays: there is another slot
     assert list(slots.checkpoints.slots) == [key("a")]
@@ -114,13 +116,13 @@ def test_a_row_gives_up_only_as_many_checkpoints_as_it_must():
         slots.step(row)
         slots.keep(row, 1, key(name))
     slots.step(0, 1)
-    assert [list(slots.checkpoints.slots), slots.used] == [[key("b")], 3]
+    assert [list(slots.checkpoints.slots), slots.in_use] == [[key("b")], 3]
 
 
 def test_versions_tell_contents_apart():
     slots = Slots(3, ROWS)
     slots.step(0)
-    first = int(slots.version[0])
+    first = int(slots.pool.version[0])
     slots.share(0, [1])
     slots.leave(rows(0))
     slots.require_return("restore", rows(0), rows(first), np.asarray([False]))
@@ -128,10 +130,23 @@ def test_versions_tell_contents_apart():
     assert slots.slot[0] == slots.slot[1]
     slots.leave(rows(0))
     slots.step(1)
-    assert slots.version[0] != first
+    assert slots.pool.version[0] != first
     fresh = slots.come_back(rows(0, 2), rows(first, first), np.asarray([False, False]))
     assert fresh == [(int(slots.slot[0]), first)]
     assert slots.slot[0] == slots.slot[2] != slots.slot[1]
+    slots.verify()
+
+
+def test_a_state_that_is_only_kept_is_not_reused_for_a_row_that_comes_back_beside_its_own():
+    slots = Slots(2, ROWS)
+    slots.step(0)
+    slots.keep(0, 1, key("a"))
+    slots.step(1)
+    versions = slots.pool.version[slots.slot[[1, 0]]]
+    slots.leave(rows(0, 1))
+    back = rows(1, 0), versions, np.asarray([False, False])
+    slots.require_return("restore", *back)
+    assert slots.come_back(*back) == [(1, versions[0])]
     slots.verify()
 
 
@@ -162,7 +177,7 @@ def test_rows_come_back_if_there_are_slots_for_them_and_their_promises(versions,
 
 
 def test_the_longest_prefix_is_found_within_what_pages_hold():
-    kept, tokens = Checkpoints(ROWS), np.asarray([5, 6, 7, 8, 9, 1, 2], dtype=np.int32)
+    kept, tokens = Checkpoints(4, ROWS), np.asarray([5, 6, 7, 8, 9, 1, 2], dtype=np.int32)
     pages, size = [b"root"], 3
     for start in (0, 3):
         pages.append(page_key(pages[-1], tokens[start : start + size].tobytes()))
@@ -190,10 +205,11 @@ def test_the_longest_prefix_is_found_within_what_pages_hold():
 
 
 def test_unknown_texts_are_kept_for_those_who_can_go_back_to_them():
-    kept = Checkpoints(ROWS)
-    assert kept.keep(0, 4, 7, None)
+    kept = Checkpoints(8, ROWS)
+    kept.keep(0, 4, 7, None)
     kept.copy_marks(0, 1)
-    assert not kept.keep(2, 4, 7, None), "the same state was kept twice"
+    kept.keep(2, 4, 7, None)
+    assert len(kept) == 1, "the same state was kept twice"
     assert kept.unmark(0) == []
     assert kept.unmark(1, 4) == []
     assert kept.unmark(1, 3) == []
@@ -213,14 +229,15 @@ def test_check_names_what_contradicts_itself():
             slots.verify()
         return str(found.value)
 
-    assert "state slot 1" in broken(lambda slots: slots.refcount.__setitem__(1, 5))
-    assert "miscounted" in broken(lambda slots: slots._free.append(1))
+    assert "state slot 1" in broken(lambda slots: slots.pool.refcount.__setitem__(1, 5))
+    assert "free: state slot 0" in broken(lambda slots: slots.pool.num_free.__iadd__(3))
+    assert "can be found" in broken(lambda slots: slots.checkpoints.findable.fill(False))
     assert "promised" in broken(lambda slots: slots.promised.__setitem__(slice(None), True))
     assert "found by" in broken(lambda slots: slots.checkpoints._tails.clear())
 
 
 def test_a_slot_of_two_checkpoints_is_named():
-    kept = Checkpoints(ROWS)
+    kept = Checkpoints(4, ROWS)
     kept.keep(0, 1, 3, key("a"))
     kept.keep(0, 1, 3, key("b"))
     with pytest.raises(CorruptCacheError, match="two checkpoints"):
