@@ -93,8 +93,10 @@ class StoredPrefixes:
         """Brings what is stored of a prompt, and not in the cache, into pages."""
         tables = cache._tables
         has_room = tables.free_rows and tokens.size <= tables.max_length
-        if cache.open_step is not None or not has_room:
-            return
+        if cache.open_step is None and has_room:
+            self._fetch(cache, tokens, salt)
+
+    def _fetch(self, cache: Any, tokens: Tokens, salt: Salt) -> None:
         keys = self._keys(cache, tokens, salt)
         if not keys:
             return
@@ -104,7 +106,7 @@ class StoredPrefixes:
         if first < there:
             cache.identity.forget_stale(cache.clear_prefixes)
             if not self._roots:  # it did
-                return self.fetch(cache, tokens, salt)
+                return self._fetch(cache, tokens, salt)
         for number in range(first, there):
             text = tokens[: (number + 1) * self._size]
             if not self._load(cache, keys[number], text, number * self._columns, salt):

@@ -47,15 +47,14 @@ class StoredStates(StoredPrefixes):
         found = self._longest(cache, tokens[:-1], salt, held, there)
         return 0 if found is None else found.length
 
-    def fetch(self, cache: Any, tokens: Tokens, salt: Salt) -> None:
-        """See `StoredPrefixes`; pages come first, also those behind the last state.
+    def _fetch(self, cache: Any, tokens: Tokens, salt: Salt) -> None:
+        """Pages come first, also those behind the last state.
 
         Whoever computes a text whose pages are there sees where it is worth to keep a state.
         """
         before, held = self.tokens_found, self._held(cache, tokens, salt)
-        super().fetch(cache, tokens, salt)
-        if cache.open_step is None and cache._tables.free_rows:
-            self._fetch_state(cache, tokens, salt)
+        super()._fetch(cache, tokens, salt)
+        self._fetch_state(cache, tokens, salt)
         self.tokens_found = before + max(0, self._held(cache, tokens, salt) - held)
 
     def _fetch_state(self, cache: Any, tokens: Tokens, salt: Salt) -> None:

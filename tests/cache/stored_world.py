@@ -17,6 +17,21 @@ from pagedkv import PagedKVCache
 from tests import world
 from tests.cache.stored import files
 from tests.cases import Case
+from tests.world_states import StateBooks
+
+
+class StoredBooks(StateBooks):
+    """The states of a world, any of which may come from a file: no slot is counted."""
+
+    def short(self, *_: Any) -> None:
+        """States that came from files may have taken the slots."""
+
+    def snapshot(self) -> tuple[Any, ...]:
+        return ()
+
+    def verify(self) -> None:
+        for seq, text in self.texts.items():
+            assert set(self.cache.checkpoints(seq)) <= set(text.marks)
 
 
 class StoredWorld(world.World):
@@ -26,10 +41,13 @@ class StoredWorld(world.World):
     found.
     """
 
-    def __init__(self, case: Case, everything: bool = False, *, findable: set[int]) -> None:
+    def __init__(self, case: Case, everything: bool = False, *, before: tuple[Any, Any]) -> None:
         config = replace(case.config, fingerprint=case.name.encode())
         super().__init__(replace(case, config=config), everything)
-        self.findable = findable
+        self.findable, kept = before
+        if self.states is not None:
+            self.states = StoredBooks(self.config, self.cache, self.texts, self.away)
+            self.states.kept = kept
         for place, text in enumerate([*self.bases]):
             at = place % config.page_size if place % 2 else len(text) // 2
             self.bases.append([*text[:at], 3 - text[at], *text[at + 1 :]])
@@ -50,6 +68,8 @@ class StoredWorld(world.World):
         seq = self.pick(number)
         if seq is not None and not self.in_step and seq not in self.away:
             self.cache.store(seq, salt=self.texts[seq].salt)
+            if self.states is not None and self.texts[seq].tokens:
+                self.states.keep(seq)
 
 
 def stored_walks(patch: pytest.MonkeyPatch, case: Case, folder: Path) -> Callable[[], StoredWorld]:
@@ -57,7 +77,7 @@ def stored_walks(patch: pytest.MonkeyPatch, case: Case, folder: Path) -> Callabl
     patch.setattr("pagedkv.saving.pieces.TOKENS", case.config.page_size)
     patch.setattr("pagedkv.saving.store.TRUSTED_S", 0.0)
     patch.setattr(world, "PagedKVCache", partial(PagedKVCache, prefix_store=folder))
-    return partial(StoredWorld, case, findable=set())
+    return partial(StoredWorld, case, before=(set(), {}))
 
 
 def damage(folder: Path, source: random.Random) -> str:

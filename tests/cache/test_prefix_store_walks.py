@@ -9,12 +9,14 @@ from tests.cache.stored import files
 from tests.cache.stored_world import clean, damage, stored_walks
 from tests.cases import CASES, random_op
 from tests.effort import examples, slow
+from tests.states import CASES as STATEFUL
 
-FAST = "full-P3", "two-P4-rollback", "int4-P16"
+FAST = "full-P3", "two-P4-rollback", "int4-P16", "few", "window"
+EVERY = [*CASES, *(case for case in STATEFUL if case.config.policy is None)]
 
 
 @pytest.mark.sampled
-@pytest.mark.parametrize("case", [c if c.name in FAST else slow(c)[0] for c in CASES])
+@pytest.mark.parametrize("case", [c if c.name in FAST else slow(c)[0] for c in EVERY])
 def test_what_comes_from_a_store_is_what_was_computed(case, folder, monkeypatch):
     make, found = stored_walks(monkeypatch, case, folder), 0
     for seed in range(examples(12, taste=3)):
@@ -27,7 +29,7 @@ def test_what_comes_from_a_store_is_what_was_computed(case, folder, monkeypatch)
 
 
 @pytest.mark.sampled
-@pytest.mark.parametrize("case", [c if c.name in FAST else slow(c)[0] for c in CASES])
+@pytest.mark.parametrize("case", [c if c.name in FAST else slow(c)[0] for c in EVERY])
 def test_a_damaged_store_gives_nothing_that_was_not_computed(case, folder, monkeypatch):
     make, done = stored_walks(monkeypatch, case, folder), set()
     for seed in range(examples(12, taste=2)):

@@ -6,17 +6,14 @@ text and which length they are of, so a state of another length shows.
 
 import random
 import warnings
-from contextlib import suppress
 
 import pytest
 import torch
 
-from pagedkv import CacheConfig, OutOfPagesError, PagedKVCache, PrefixStore
+from pagedkv import CacheConfig, PagedKVCache, PrefixStore
 from pagedkv.trace import replay
 from tests.cache.stored import PIECE, TEXT, files, make
-from tests.cache.stored_world import clean, damage
 from tests.cases import in_few_bits, one_group, two_groups
-from tests.effort import examples
 from tests.states import assert_state, begin, grow, with_states, write_all
 
 NAMED = {"fingerprint": b"a model", "max_tokens": 128}
@@ -230,36 +227,3 @@ def test_explain_counts_what_files_have_and_a_trace_tells_what_they_brought(fold
     grow(cache, {seq: TEXT})
     del cache
     assert replay(path).lengths == {seq: len(TEXT)}
-
-
-@pytest.mark.sampled
-def test_random_work_finds_only_what_was_computed(folder):
-    """Few slots and pages, damaged files, several caches after each other; the folder stays."""
-    source, brought = random.Random(3), 0
-    few = config(3, max_tokens=64, max_sequences=6), config(2, max_tokens=48, max_sequences=4)
-    for _ in range(examples(40, taste=4)):
-        cache, live = make(folder, source.choice(few)), []
-        for _ in range(25):
-            text = TEXT[: source.randrange(1, 25)] + source.choices((0, 1), k=source.randrange(4))
-            salt = source.choice((b"", b"tenant"))
-            cache.free([live.pop(source.randrange(len(live)))] if len(live) > 2 else [])
-            if source.random() < 0.2:
-                damage(folder, source)
-            with warnings.catch_warnings(), suppress(OutOfPagesError):
-                warnings.simplefilter("ignore", UserWarning)  # each damaged file is told
-                live.append(cache.add(text, salt=salt))
-                seq = live[-1]
-                assert_state(cache, seq, text[: cache.length(seq)], salt)
-                while cache.length(seq) < len(text):
-                    grow(
-                        cache, {seq: text[: source.randint(cache.length(seq) + 1, len(text))]}, salt
-                    )
-                    if (done := source.random()) < 0.5:
-                        cache.checkpoint(seq)
-                    elif done < 0.6:
-                        cache.store(seq, salt=salt)
-                assert_state(cache, seq, text, salt)
-            cache.check()
-        brought += cache.stats().tokens_from_store
-        clean(folder)
-    assert brought > 100
