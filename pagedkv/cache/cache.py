@@ -583,8 +583,8 @@ class PagedKVCache:
         """Keeps the recurrent state that a sequence has now, for a model with states.
 
         `truncate` can go back to this length, and a prompt that begins with this text is found up
-        to here. No byte is copied. A checkpoint goes, least recently used first, where a sequence
-        needs its slot.
+        to here. No byte is copied, except to a prefix store. A checkpoint goes, least recently used
+        first, where a sequence needs its slot.
 
         Raises:
             ValueError: the cache has no states, or the sequence has no tokens.

@@ -7,7 +7,7 @@ within a prompt; it is brought back where `add` would find less.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -21,13 +21,6 @@ from pagedkv.saving import pieces
 from .stored_prefixes import StoredPrefixes
 
 EMPTY = np.empty(0, dtype=np.int32)
-
-
-class StateFile(NamedTuple):
-    """The file of a state: the tokens before it, and its key."""
-
-    length: int
-    key: bytes
 
 
 class StoredStates(StoredPrefixes):
@@ -44,8 +37,7 @@ class StoredStates(StoredPrefixes):
         keys = self._keys(cache, tokens, salt)
         here = self._in_cache(cache, tokens[: len(keys) * self._size], salt)
         held, there = self._held(cache, tokens, salt), self._stored_to(keys, here)
-        found = self._longest(cache, tokens[:-1], salt, held, there)
-        return 0 if found is None else found.length
+        return self._longest(cache, tokens[:-1], salt, held, there)[0]
 
     def _fetch(self, cache: Any, tokens: Tokens, salt: Salt) -> None:
         """Pages come first, also those behind the last state.
@@ -60,14 +52,13 @@ class StoredStates(StoredPrefixes):
     def _fetch_state(self, cache: Any, tokens: Tokens, salt: Salt) -> None:
         held, whole = self._held(cache, tokens, salt), tokens.size // self._size
         here = self._in_cache(cache, tokens[: whole * self._size], salt) if whole else 0
-        found = self._longest(cache, tokens[:-1], salt, held, here)
-        if found is not None:
+        length, key = self._longest(cache, tokens[:-1], salt, held, here)
+        if length:
             cache.identity.forget_stale(cache.clear_prefixes)
-            text = tokens[: found.length]
-            first = found.length // self._size * self._columns
+            text, first = tokens[:length], length // self._size * self._columns
             known = bool(self._roots)  # else all was forgotten, as of other weights
-            if known and self._load(cache, found.key, text, first, salt, with_state=True):
-                self.store.use([*self._keys(cache, text, salt), found.key])
+            if known and self._load(cache, key, text, first, salt, with_state=True):
+                self.store.use([*self._keys(cache, text, salt), key])
         elif held:  # a second text has it
             self._write_state(cache, tokens[:held], salt, first=False)
 
@@ -96,22 +87,25 @@ class StoredStates(StoredPrefixes):
         for length in cache.checkpoints(seq):
             self._write_state(cache, text[:length], salt, first=False)
         keys = self._keys(cache, text, salt)
-        found = self._longest(cache, text, salt, 0, self._stored_to(keys, 0))
-        return 0 if found is None else found.length
+        return self._longest(cache, text, salt, 0, self._stored_to(keys, 0))[0]
 
     # ------------------------------------------------------------------ one state
 
     def _longest(
         self, cache: Any, tokens: Tokens, salt: Salt, above: int, pieces_there: int
-    ) -> StateFile | None:
-        """The longest prefix of which a state is stored, if it is longer than `above`.
+    ) -> tuple[int, bytes]:
+        """The longest prefix of which a state is stored: its length, and the key of the file.
 
         Args:
+            above: a length, of which only longer prefixes are looked for.
             pieces_there: leading pieces that can be had; beyond them a state is of no use.
+
+        Returns:
+            Length 0 where there is none.
         """
         chain = self._chain(cache, salt)
         if not chain.root or above >= tokens.size:
-            return None
+            return 0, b""
         before = [chain.root, *self._keys(cache, tokens, salt)]
         for number in reversed(range(above // self._size, min(pieces_there + 1, len(before)))):
             start = number * self._size
@@ -119,8 +113,8 @@ class StoredStates(StoredPrefixes):
             keys = pieces.state_keys(chain, before[number], number, behind)
             for count in reversed(range(max(0, above + 1 - start), len(keys))):
                 if start + count and self.store.has(keys[count]):
-                    return StateFile(start + count, keys[count])
-        return None
+                    return start + count, keys[count]
+        return 0, b""
 
     def _write_state(self, cache: Any, tokens: Tokens, salt: Salt, first: bool) -> None:
         """Writes the state at the end of a text, if the cache keeps it, and the pieces before."""

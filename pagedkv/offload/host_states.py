@@ -51,7 +51,6 @@ class HostStates:
         """Gives sequences their states again, after `require_room`."""
         try:
             for slot, version in self._slots.come_back(*self._of(rows, promise)):
-                self._storage.reserve(slot + 1)
                 self._storage.put_in(slot, self._bytes[version])
         except BaseException:
             self._slots.leave(np.asarray(rows))

@@ -307,10 +307,11 @@ def _at_state(tables: PageTables, match: Match, prompt: Prompt) -> Match:
     if tables.states is None or tokens is None:
         return match
     length = tables.states.checkpoints.find(chain, tokens, match, tables.page_size)
-    if length < match.length and any(tables.windows):  # it needs earlier pages than the match has
+    cut = _cut(tables, match, length)
+    if cut.length < length:  # its windows need earlier pages than those of the whole match
         match = tables.index.match(chain, tokens[:length], tables.pool.filled)
-        return match if match.length == length else _cut(tables, match, 0)
-    return _cut(tables, match, length)
+        cut = match if match.length == length else cut
+    return cut
 
 
 def _begin_state(tables: PageTables, row: int, match: Match, prompt: Prompt, promise: bool) -> bool:

@@ -34,7 +34,6 @@ def put_in(slots: StateSlots, storage: StateStorage, row: int, tensors: list[Ten
     """Gives a row the state of a file, after `StateSlots.require_slot`."""
     slot = slots.receive(row)
     try:
-        storage.reserve(slot + 1)
         storage.put_in(slot, tensors)
     except BaseException:
         slots.leave(np.asarray([row]))

@@ -121,7 +121,8 @@ class StateStorage:
         self._donated.clear()
 
     def put_in(self, slot: int, tensors: Sequence[Tensor]) -> None:
-        """Replaces one slot by what `take_out` gave."""
+        """Replaces one slot by what `take_out` gave; takes memory where it is a new one."""
+        self.reserve(slot + 1)
         self.drop_donated()
         every = (tensor for layer in self._data for tensor in layer)
         for tensor, value in zip(every, tensors):
