@@ -14,7 +14,7 @@ from pagedkv.arrays import Ints, Tokens
 from pagedkv.config import CacheConfig
 from pagedkv.errors import HostMemoryError, OpenStepError, OutOfPagesError, WrongShapeError
 from pagedkv.interrupt import Uninterrupted
-from pagedkv.pages.prefix import page_keys
+from pagedkv.pages.prefix import leading, page_keys
 from pagedkv.pages.restore import text_of
 from pagedkv.pages.salts import Chain, Salt, first_of, mixed_in
 from pagedkv.pages.states import NO_SLOT
@@ -265,12 +265,8 @@ class StoredPrefixes:
         """Counts leading pieces in the cache; groups with a window count only if all have one."""
         if not self._whole:
             return self._found(cache, tokens, salt) // self._size
-        find = cache._tables.index.find
-        page_keys = self._page_keys(cache, tokens, salt)
-        for column, key in enumerate(page_keys):
-            if any(find(group, key) < 0 for group in self._whole):
-                return column // self._columns
-        return len(page_keys) // self._columns
+        pages = cache._tables.index.find_all(self._page_keys(cache, tokens, salt))
+        return leading((pages[self._whole] >= 0).all(0)) // self._columns
 
     def _found(self, cache: Any, tokens: Tokens, salt: Salt) -> int:
         index, filled = cache._tables.index, cache._tables.pool.filled

@@ -14,8 +14,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from pagedkv.arrays import Bools, Ints, Tokens
+from pagedkv.arrays import Ints, Tokens
 from pagedkv.errors import CorruptCacheError, HostMemoryError
+from pagedkv.pages.check import check_pool
 from pagedkv.pages.pool import PagePool
 from pagedkv.pages.prefix import Match, PrefixIndex
 from pagedkv.pages.restore import Incoming, stored, text_of
@@ -254,17 +255,4 @@ class HostPages:
                 ends = sequence.tokens.size - columns * size
                 if (pool.filled[pages] < np.minimum(ends, size)).any():
                     raise CorruptCacheError("a host page has fewer slots than its sequence needs")
-        _require(owners == pool.refcount, "references differ from offloaded sequences at")
-        kept = pool.is_kept(np.arange(owners.size - 1))
-        cached = kept & (pool.refcount[:-1] == 0)
-        _require(~cached | pool.findable[:-1], "cached but not findable:")
-        _require(kept | ~pool.findable[:-1], "free but findable:")
-        if (pool.count(np.flatnonzero(kept)) + pool.num_free != pool.num_pages).any():
-            raise CorruptCacheError("owned, cached and free host pages do not add up")
-        if (pool.count(np.flatnonzero(cached)) != pool.num_cached).any():
-            raise CorruptCacheError("cached host pages are miscounted")
-
-
-def _require(good: Bools, what: str) -> None:
-    if not good.all():
-        raise CorruptCacheError(f"{what} host page {int(good.argmin())}")
+        check_pool(pool, owners[:-1], "host page")

@@ -117,8 +117,8 @@ class PrefixIndex:
             tokens: the raw ids of each page, behind what `Chain.mixed` has for it.
 
         Returns:
-            `(group, i)` where another page has the key already and keeps it; `full_page` tells
-            which one.
+            `(group, i)` where another page has the key already and keeps it; `find` tells which
+            one.
         """
         keys = []
         for earlier, raw in zip(prefix_keys, tokens):
@@ -194,10 +194,6 @@ class PrefixIndex:
         """The page of each group with each of some full pages' keys, or -1: `[groups, n]`."""
         found = np.array(self._columns(keys), dtype=np.int64)
         return found.reshape(len(self._full), len(keys))
-
-    def full_page(self, group: int, key: bytes) -> int:
-        """The page published under a full page's key."""
-        return self._full[group][key]
 
     def forget(self, group: int, page: int) -> None:
         """Takes a page out of the index altogether."""

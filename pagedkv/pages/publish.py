@@ -96,7 +96,7 @@ def _pages_between(rows: Ints, first: Ints, stop: Ints, chosen: Bools) -> tuple[
 def _share_published(tables: PageTables, group: int, row: int, column: int) -> None:
     """Moves a sequence to the page that was published earlier with the same tokens."""
     pool, page = tables.pool, int(tables.tables[group, row, column])
-    published = tables.index.full_page(group, tables.prefix_keys[row][column + 1])
+    published = tables.index.find(group, tables.prefix_keys[row][column + 1])
     # A page that other sequences own as well would not become free: nothing is gained.
     if published != page and pool.refcount[page] == 1:
         pool.share(np.asarray([published]))
