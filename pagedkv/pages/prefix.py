@@ -239,7 +239,9 @@ class PrefixIndex:
         """Finds the longest prefix whose pages every group still has as far as it needs them."""
         keys, columns = self._match_full(chain, tokens)
         n = self._covered(columns, len(keys))
-        pages = np.array(columns, dtype=np.int64).reshape(len(columns), len(keys))[:, :n]
+        pages = np.array([column[:n] for column in columns], dtype=np.int64).reshape(
+            len(columns), n
+        )
         keys, length = keys[:n], n * self.page_size
         while True:
             before = chain.before(keys[-1] if keys else chain.root, len(keys))
