@@ -29,8 +29,8 @@ class StoredStates(StoredPrefixes):
     def __init__(self, store: Any, config: CacheConfig) -> None:
         super().__init__(store, config)
         self._rows = config.max_sequences
-        # By row, the last sequence that was added with a prompt: ids are a row's, modulo the rows.
-        self._prompts: dict[int, tuple[int, Tokens, Salt]] = {}
+        # By row, that of the last sequence that had one: ids are those of a row, modulo the rows.
+        self._prompts: dict[int, tuple[Tokens, Salt]] = {}
 
     def reach(self, cache: Any, tokens: Tokens, salt: Salt) -> int:
         """See `StoredPrefixes`."""
@@ -68,14 +68,13 @@ class StoredStates(StoredPrefixes):
     def expect(self, seq: int, tokens: Tokens, salt: Salt) -> None:
         """See `StoredPrefixes`."""
         super().expect(seq, tokens, salt)
-        self._prompts[seq % self._rows] = seq, tokens, salt
+        self._prompts[seq % self._rows] = tokens, salt
 
     def checkpointed(self, cache: Any, seq: int) -> None:
         """See `StoredPrefixes`."""
-        added, tokens, salt = self._prompts.get(seq % self._rows, (-1, EMPTY, b""))
+        tokens, salt = self._prompts.get(seq % self._rows, (EMPTY, b""))
         length = cache.length(seq)
-        within = added == seq and length <= tokens.size and cache.open_step is None
-        if within and self.store.may_write_first():
+        if length <= tokens.size and cache.open_step is None and self.store.may_write_first():
             self._write_state(cache, tokens[:length], salt, first=True)
 
     def keep(self, cache: Any, seq: int, salt: Salt) -> int:

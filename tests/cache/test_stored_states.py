@@ -112,12 +112,13 @@ def test_states_are_found_under_their_own_salts_alone(folder):
     keep(cache, TEXT, 19, salt=b"tenant")
     assert [found(folder, TEXT, salt) for salt in (b"tenant", b"", b"other")] == [19, 0, 0]
     seq = cache.add(TEXT, salt=regions)
-    with cache.step([seq], num_new=19) as step:
-        write_all(cache, step, [TEXT[:19]], [b""])
-    cache.checkpoint(seq)
-    for salt, length in ((regions, 19), (((0, b"all"), (12, b"user 8")), 0), (b"all", 0)):
-        other = make(folder, config())
-        assert other.length(other.add(TEXT, salt=salt)) == length
+    for length in (14, 19):  # within the piece in which the second region begins, and behind it
+        with cache.step([seq], num_new=length - cache.length(seq)) as step:
+            write_all(cache, step, [TEXT[:length]], [b""])
+        cache.checkpoint(seq)
+        for salt, reach in ((regions, length), (((0, b"all"), (12, b"user 8")), 0), (b"all", 0)):
+            other = make(folder, config())
+            assert other.length(other.add(TEXT, salt=salt)) == reach
 
 
 def test_a_file_tells_neither_ids_nor_salt(folder):
@@ -127,6 +128,30 @@ def test_a_file_tells_neither_ids_nor_salt(folder):
         data = file.read_bytes()
         assert b"a customer" not in data
         assert not any(token.to_bytes(4, "little") in data for token in text)
+
+
+def test_a_file_is_the_same_whenever_it_is_written(folder, tmp_path):
+    """Later tokens of a page, or those of another text, are not in it."""
+    written = []
+    for store in (PrefixStore(folder), PrefixStore(tmp_path / "later")):
+        if written:
+            store._first = 0
+        cache = make(store, config())
+        seq = keep(cache, TEXT[:21], 9)
+        if written:
+            assert not files(store.folder)
+            cache.store(seq)
+        written.append({file.name: file.read_bytes() for file in files(store.folder)})
+    assert written[0].items() <= written[1].items()
+    assert len(written[0]) == 3
+
+
+def test_what_the_cache_has_is_not_read_again(folder, monkeypatch):
+    keep(make(folder, config()), TEXT, 19)
+    cache = make(folder, config())
+    assert cache.length(cache.add(TEXT)) == 19
+    monkeypatch.delattr(PrefixStore, "read")
+    assert cache.length(cache.add(TEXT)) == 19
 
 
 def test_a_state_that_lost_its_slot_comes_back_from_its_file(folder):
@@ -216,11 +241,18 @@ def test_a_damaged_state_is_passed_over_computed_again_and_replaced(folder):
 
 
 def test_explain_counts_what_files_have_and_a_trace_tells_what_they_brought(folder, tmp_path):
-    keep(make(folder, config()), TEXT, 19)
+    keep(make(folder, config()), TEXT, 3, 19)
     path = tmp_path / "a.trace"
     cache = PagedKVCache(config(), device="cpu", prefix_store=folder, trace=path)
     told = cache.explain(TEXT)
     assert (told.found, told.from_store) == (19, 19)
+    (folder / "away").mkdir()
+    pieces = [file for file in files(folder) if b'"state.0.0' not in file.read_bytes()]
+    for piece in pieces:
+        piece.rename(folder / "away" / piece.name)
+    assert PagedKVCache(config(), device="cpu", prefix_store=folder).explain(TEXT).found == 3
+    for piece in pieces:
+        (folder / "away" / piece.name).rename(piece)
     seq = cache.add(TEXT)
     assert cache.length(seq) == 19
     assert cache.explain(TEXT).from_store == 0

@@ -138,16 +138,30 @@ def test_versions_tell_contents_apart():
 
 
 def test_a_state_that_is_only_kept_is_not_reused_for_a_row_that_comes_back_beside_its_own():
-    slots = Slots(2, ROWS)
-    slots.step(0)
-    slots.keep(0, 1, key("a"))
-    slots.step(1)
-    versions = slots.pool.version[slots.slot[[1, 0]]]
+    slots = Slots(3, ROWS)
+    for row, name in enumerate("ab"):
+        slots.step(row)
+        slots.keep(row, 1, key(name))
+    mine = int(slots.pool.version[slots.slot[0]])
     slots.leave(rows(0, 1))
-    back = rows(1, 0), versions, np.asarray([False, False])
+    slots.step(2)
+    back = rows(3, 0), rows(70, mine), np.asarray([False, False])
     slots.require_return("restore", *back)
-    assert slots.come_back(*back) == [(1, versions[0])]
+    assert slots.come_back(*back) == [(1, 70)]
+    assert list(slots.checkpoints.slots) == [key("a")]
     slots.verify()
+
+
+def test_a_checkpoint_that_is_asked_for_again_is_the_last_to_go():
+    slots = Slots(3, ROWS)
+    for row, name in enumerate("ab"):
+        slots.step(row)
+        slots.keep(row, 1, key(name))
+    slots.release(rows(0, 1))
+    slots.step(2)
+    slots.keep(2, 1, key("a"))
+    slots.step(3)
+    assert list(slots.checkpoints.slots) == [key("a")]
 
 
 @pytest.mark.parametrize(
