@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from pagedkv import CacheConfig, PagedKVCache, PrefixStore
+from pagedkv.cache.identity import Identity
 from pagedkv.trace import replay
 from tests.cache.stored import PIECE, TEXT, files, make
 from tests.cases import in_few_bits, one_group, two_groups
@@ -216,6 +217,26 @@ def test_states_of_other_weights_and_of_cleared_prefixes_are_not_found(folder, f
     cache.checkpoint(seq)
     assert found(folder, TEXT) == (0 if forget else 19)
     assert found(folder, TEXT, given=config(fingerprint=b"another")) == 0
+
+
+class Changing(Identity):
+    """Weights that change, and are looked at again when `forget_stale` asks."""
+
+    changed = False
+
+    def forget_stale(self, forget):
+        if self.changed:
+            self.changed = False
+            forget()
+
+
+def test_a_state_of_weights_that_have_changed_since_is_not_brought_back(folder):
+    keep(make(folder, config()), TEXT, 19)
+    cache = make(folder, config())
+    cache.identity = Changing(b"a model")
+    keep(cache, [*TEXT[:17], 7])  # of its pages none has to be loaded below
+    cache.identity.changed = True
+    assert cache.length(cache.add(TEXT[:20])) == 0
 
 
 @pytest.mark.sampled
