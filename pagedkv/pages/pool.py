@@ -23,7 +23,7 @@ from pagedkv.arrays import Bools, Ints
 
 
 class Index(Protocol):
-    """What finds pages: `PrefixIndex`, or `Checkpoints` for the slots of states."""
+    """The index that finds pages: `PrefixIndex`, or `Checkpoints` for the slots of states."""
 
     findable: Bools
 
