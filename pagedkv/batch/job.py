@@ -56,7 +56,7 @@ class Job:
         self._source, self._stats = source, stats
         positions = field_of(text_config(packed.model), "max_position_embeddings")
         self._longest = positions or sys.maxsize
-        self._adapters, self._sight = b"", sight
+        self._adapters, self._sight, self._vocabulary = b"", sight, 0
         self._sync = rank_sync(packed.kv.ranks)
 
     # ------------------------------------------------------------------ the loop
@@ -181,6 +181,8 @@ class Job:
         if self._sight is not None:
             pixels = sum(row.images is not None for row in scheduler.rows.waiting)
         room = scheduler.room
+        embedding: Any = without_adapter(self._packed.model.get_input_embeddings())
+        self._vocabulary = embedding.num_embeddings
         while room > 0 and pixels < WITH_IMAGES:
             coming = self._source.take(min(room, self._sync.at_once))
             if not coming:
@@ -197,16 +199,15 @@ class Job:
         raise NotImplementedError
 
     def _what_is_wrong(self, ids: Any, what: str = "prompt") -> str | None:
-        embedding: Any = without_adapter(self._packed.model.get_input_embeddings())
-        vocabulary = embedding.num_embeddings
         if not ids.size:
             return f"{what}: expected at least one token, got none"
         if ids.size > self._longest:
             return f"{what}: the model takes {self._longest} tokens, got {ids.size}"
         if what == "prompt":
             self._packed.warn_of_room(ids.size)
-        if ids.min() < 0 or ids.max() >= vocabulary:
-            return f"{what}: expected ids 0..{vocabulary - 1}, got {ids.min()}..{ids.max()}"
+        least, most = int(ids.min()), int(ids.max())
+        if least < 0 or most >= self._vocabulary:
+            return f"{what}: expected ids 0..{self._vocabulary - 1}, got {least}..{most}"
         return None
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from time import time
 from typing import Any
@@ -81,7 +82,7 @@ BY_IDS = (
     SequenceBiasLogitsProcessor,
     SuppressTokensAtBeginLogitsProcessor,
 )
-MOST_CHECKED = 1024  # configurations that are kept, one for each combination of values
+MOST_CHECKED = 1024  # configurations, and rules, that are kept for combinations of values
 
 Seeds = int | Iterable[int | None] | None
 
@@ -161,6 +162,7 @@ class GenerationOptions:
         self.samples = self._config.num_return_sequences or 1
         require_stateless(self._custom[0], (2 if prompts is None else prompts) * self.samples)
         self._checked: dict[Any, tuple[GenerationConfig, StoppingCriteriaList]] = {}
+        self._known: dict[Any, RowRules] = {}  # of prompts with these values and this length
         known = [self.own[name] for name in self._each] if prompts is not None else []
         for every in set(zip(*known)) or {()}:
             self._for_values(every)
@@ -229,6 +231,20 @@ class GenerationOptions:
                 or it is greedy and not the only sample.
         """
         values = tuple(value_of(name, own[name]) for name in self._each)
+        alike = values, len(prompt)
+        if (rules := self._known.get(alike)) is None:
+            rules = self._new_rules(values, index, sample, prompt, own)
+            if rules.ids is None and self._make is None:  # no more than its length is the prompt's
+                if len(self._known) >= MOST_CHECKED:
+                    self._known.clear()
+                self._known[alike] = rules
+        elif rules.generator is not None:
+            rules = replace(rules, generator=self._generator(own, sample))
+        return rules
+
+    def _new_rules(
+        self, values: tuple[Any, ...], index: int, sample: int, prompt: Any, own: Mapping[str, Any]
+    ) -> RowRules:
         config, criteria = self._for_values(values)
         if self.samples > 1 and not config.do_sample:
             raise ValueError(

@@ -138,7 +138,7 @@ class Scheduler:
                 return None
             batch = Batch(decoding, np.array([row.tokens[-1] for row in decoding]), None)
         else:
-            tokens = [np.array(row.tokens[-1:]) for row in decoding]
+            tokens = [*np.array([row.tokens[-1] for row in decoding], np.int32)[:, None]]
             tokens += [row.ids[row.done : row.done + count] for row, count in fed]
             counts = [1] * len(decoding) + [count for _, count in fed]
             batch = Batch(decoding + [row for row, _ in fed], tokens, counts)

@@ -48,11 +48,19 @@ def pack(name: str, tokens: Any, batch: int, may_be_empty: bool = False) -> tupl
     else:
         if len(tokens) != batch:
             raise ValueError(f"{name}: expected ids of {batch} sequences, got {len(tokens)}")
-        lists = [as_ids(name, part) for part in tokens]
-        parts, new = np.concatenate(lists), np.asarray([part.size for part in lists])
+        if all(_is_plain(part) for part in tokens):
+            lists, parts = tokens, as_ids(name, np.concatenate(tokens))  # checked at once
+        else:
+            lists = [as_ids(name, part) for part in tokens]
+            parts = np.concatenate(lists)
+        new = np.asarray([part.size for part in lists])
     if not may_be_empty and not new.all():
         raise ValueError(f"{name}: expected at least one id for every sequence, got none")
     return parts, new
+
+
+def _is_plain(part: Any) -> bool:
+    return type(part) is np.ndarray and part.ndim == 1 and part.dtype.kind == "i"
 
 
 def _has_length(item: Any) -> bool:

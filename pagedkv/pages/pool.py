@@ -130,7 +130,7 @@ class PagePool:
         """Drops one reference per entry of `pages` (-1 is skipped, a page may occur repeatedly).
 
         Pages left without an owner become cached if they are findable, else free. Of pages
-        dropped together the first is reused first.
+        dropped together the one whose last owner drops it first is reused first.
         """
         pages = pages[pages >= 0]
         np.subtract.at(self.refcount, pages, 1)
@@ -138,7 +138,8 @@ class PagePool:
         if gone.size == 0:
             return
         if gone.size > 1:
-            gone = gone[np.sort(np.unique(gone, return_index=True)[1])]
+            gone = gone[::-1]
+            gone = gone[np.sort(np.unique(gone, return_index=True)[1])][::-1]
         self._cache(gone[self.findable[gone]])
         self._release(gone[~self.findable[gone]])
 

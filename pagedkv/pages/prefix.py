@@ -239,9 +239,7 @@ class PrefixIndex:
         """Finds the longest prefix whose pages every group still has as far as it needs them."""
         keys, columns = self._match_full(chain, tokens)
         n = self._covered(columns, len(keys))
-        pages = np.array([column[:n] for column in columns], dtype=np.int64).reshape(
-            len(columns), n
-        )
+        columns = [column[:n] for column in columns]
         keys, length = keys[:n], n * self.page_size
         while True:
             before = chain.before(keys[-1] if keys else chain.root, len(keys))
@@ -249,12 +247,15 @@ class PrefixIndex:
             more, agreed = self._match_partial(before, rest, filled)
             if not agreed:
                 break
-            pages = np.concatenate([pages, more[:, None]], axis=1)
+            for column, page in zip(columns, more):
+                column.append(page)
             length += agreed
             if agreed < self.page_size:
                 break
             # A full page whose key another page held, until that one was reused.
             keys.append(page_key(before, rest[:agreed].tobytes()))
+        covered = -(-length // self.page_size)
+        pages = np.array(columns, dtype=np.int64).reshape(len(columns), covered)
         for group, window in enumerate(self._windows):
             if window is not None:
                 pages[group, : max(0, length - window) // self.page_size] = -1
@@ -331,16 +332,16 @@ class PrefixIndex:
 
     def _match_partial(
         self, before: bytes, rest: Tokens, filled: npt.NDArray[np.int32]
-    ) -> tuple[Ints, int]:
+    ) -> tuple[list[int], int]:
         """The page of each group that begins like `rest` for longest, and how far all agree."""
         if not rest.size:
-            return np.empty(0, dtype=np.int64), 0
+            return [], 0
         chosen, least = [], self.page_size
         for group in range(len(self._partial)):
             best, most = self._nearest(group, before, rest, filled)
             chosen.append(best)
             least = min(least, most)
-        return np.asarray(chosen, dtype=np.int64), least
+        return chosen, least
 
     def _nearest(
         self, group: int, before: bytes, rest: Tokens, filled: npt.NDArray[np.int32]

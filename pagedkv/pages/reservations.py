@@ -73,12 +73,14 @@ class Reservations:
 
     def share_tail(self, rows: Ints) -> None:
         """Notes that the last pages of these sequences got another owner."""
-        if self._copies:
+        if self._copies and rows.size:
             self.extra[rows] |= self.limit[rows] > 0
             self.update(rows)
 
     def missing_extra(self, rows: Ints) -> int:
         """Pages that `share_tail` would set aside."""
+        if not rows.size:
+            return 0
         return int(np.count_nonzero((self.limit[rows] > 0) & ~self.extra[rows])) * self._copies
 
     def covered(self, rows: Ints, pages: Ints, grow: Ints, copied: Bools) -> int:
@@ -129,7 +131,6 @@ class Reservations:
 
     def update(self, rows: int | Ints) -> None:
         """Brings promises up to date with limits, `extra`, and the pages sequences have."""
-        before = np.sum(self.promise[rows])
         owed = self.owed(self.limit[rows], self.held(rows), self.extra[rows])
+        self.total += int((owed - self.promise[rows]).sum())
         self.promise[rows] = owed
-        self.total += int(np.sum(owed) - before)

@@ -55,9 +55,10 @@ def add(
 
     tables.free_rows.pop()
     columns = match.pages.shape[1]
-    for pages in match.pages:
-        tables.pool.share(pages[pages >= 0])
-    tables.set_table(row, match.pages)
+    if columns:
+        for pages in match.pages:
+            tables.pool.share(pages[pages >= 0])
+        tables.set_table(row, match.pages)
     if tables.staged:
         tables.num_coded[row] = tables.coded_of(match.length)
     tables.lengths[row] = match.length
@@ -270,11 +271,13 @@ def truncate(tables: PageTables, seq: int, length: int) -> None:
 def free(tables: PageTables, seqs: Any) -> None:
     """Ends sequences; their committed prefixes stay findable until the pages are reused."""
     rows = tables.rows_of(seqs)
+    columns = tables.num_pages[rows]  # more than a table has, where pages were evicted
+    most = min(int(columns.max()), tables.tables.shape[2])
+    last = np.arange(most - 1, -1, -1)  # the end of a text is reused first
+    pages = np.where(last < columns[:, None], tables.tables[:, rows[:, None], last], -1)
+    tables.pool.drop(pages.reshape(-1))
+    tables.tables[:, rows, :most] = -1
     for row in rows.tolist():
-        columns = int(tables.num_pages[row])
-        pages = tables.tables[:, row, :columns]
-        tables.pool.drop(pages[:, ::-1].reshape(-1))  # the end of a text is reused first
-        pages[:] = -1
         tables.pending.pop(row, None)
         tables.models.pop(row, None)
         tables.mixed.pop(row, None)
@@ -349,9 +352,8 @@ def _affordable(tables: PageTables, match: Match, limit: int, prompt: Prompt) ->
         found = match.pages[match.pages >= 0]
         revived = tables.pool.count(found[tables.pool.refcount[found] == 0])
         room = tables.reservations.available()
-        short = revived + asked - room
-        short[~tables.reservations.binding] = 0
-        if short.max() <= 0 or not (asked or revived.any()) or tables.grow(short):
+        short = (revived + asked - room) * tables.reservations.binding
+        if max(short.tolist()) <= 0 or not (asked or revived.any()) or tables.grow(short):
             return match, owners
         if partial:
             match = _at_state(tables, _cut(tables, match, (columns - 1) * size), prompt)
@@ -387,6 +389,8 @@ def _cut(tables: PageTables, match: Match, length: int) -> Match:
 
 def _owners_of_tail(tables: PageTables, match: Match) -> Ints:
     """Live sequences whose committed text ends in the page that a match ends in."""
+    if not (tables.pool.refcount[match.pages[:, -1]] > 0).any():
+        return np.empty(0, dtype=np.int64)
     rows = tables.live_rows()
     rows = rows[(tables.lengths[rows] % tables.page_size > 0) & (tables.num_pages[rows] > 0)]
     ends = tables.tables[tables.at(rows, tables.lengths[rows] // tables.page_size)]

@@ -445,6 +445,14 @@ def test_the_chain_freed_first_is_reused_first():
     assert cache.length(cache.add([*ids(2 * P, 1), 9])) == 2 * P
 
 
+def test_what_chains_freed_together_share_is_reused_behind_the_tails_of_all():
+    """A page is as old as what its last owner leaves, not its first."""
+    cache, text = make(max_tokens=6 * P), ids(2 * P)
+    cache.free([start(cache, [*text, *ids(P, seed)]) for seed in (1, 2)])
+    start(cache, ids(4 * P, seed=3))
+    assert cache.length(cache.add([*text, 9])) == 2 * P
+
+
 def test_a_hit_makes_cached_pages_live_and_young_again():
     cache = make(max_tokens=6 * P)
     cache.free(start(cache, ids(2 * P)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from pagedkv.batch.job import GenerationJob
@@ -50,7 +51,7 @@ class EventsJob(GenerationJob):
         rows, request = super()._rows(coming), self._requests[coming.place]
         (row,) = rows
         if row.rules is not None and row.rules.alike is not None:
-            row.rules.alike = coming.options, row.rules.alike
+            row.rules = replace(row.rules, alike=(coming.options, row.rules.alike))
         request.row, request.text = row, Text(self._tokenizer(), coming.options.stops)
         if request.is_cancelled:
             row.error = CANCELLED
