@@ -14,16 +14,9 @@ from pagedkv.names import meant
 
 from .causes import EMPTY, ENCODING, KIND
 from .errors import UsageError
-from .rows import (
-    UNDECODED,
-    is_read,
-    refuse_without_columns,
-    rows_of,
-    strict_json,
-    text_of,
-    undecoded,
-)
+from .rows import is_read, refuse_without_columns, rows_of, strict_json
 from .template import FILLED, Template
+from .text_files import UNDECODED, text_of, undecoded
 
 # Options that a row may have: types, least value, a bound above all values, the same in words.
 OPTIONS: dict[str, tuple[Any, int, float, str]] = {

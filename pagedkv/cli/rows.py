@@ -7,7 +7,6 @@ command that makes one of these of it: read as text, its quotes and bytes would 
 from __future__ import annotations
 
 import base64
-import codecs
 import csv
 import io
 import json
@@ -15,16 +14,13 @@ import math
 import os
 import re
 import shlex
-import sys
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
-from pagedkv.names import meant
-
 from .errors import UsageError
+from .text_files import UNDECODED, near_to, said_by, text_of, undecoded
 
-UNDECODED = re.compile("[\udc80-\udcff]")  # a byte that is no text becomes one of these
 TEXT = ("", ".txt")
 JSON_LINES = (".jsonl", ".ndjson")
 READ = ".txt (a prompt a line), .jsonl, .json, .csv, .tsv or .parquet"
@@ -103,67 +99,6 @@ def refuse_without_columns(option: str, place: str) -> NoReturn:
         f"{option}: expected a file of rows with columns, {place} has none; files with columns "
         "are .csv, .tsv (with tabs between them), .jsonl, .json or .parquet, by their names"
     )
-
-
-def text_of(file: str, option: str, encoding: str | None = None) -> str:
-    """The text of a file, without a byte order mark and the returns of Windows' line ends.
-
-    Bytes that are no text become the surrogates U+DC80 to U+DCFF: they spoil a row, not a file.
-
-    Args:
-        encoding: without one UTF-8, or UTF-16 where a byte order mark says so.
-    """
-    if file == "-" and sys.stdin is None:
-        raise UsageError(f"{option}: cannot read standard input, it is closed")
-    try:
-        data = sys.stdin.buffer.read() if file == "-" else Path(file).read_bytes()
-        if encoding is None:
-            is_wide = data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
-            encoding = "UTF-16" if is_wide else "UTF-8"
-        text = data.decode(encoding, "surrogateescape").removeprefix("\ufeff")
-        if "\0" in text:
-            raise ValueError(f"a zero byte, at position {text.index(chr(0))}")
-    except OSError as error:
-        raise UsageError(
-            f"{option}: cannot read {file}: {_said(error)}{_near(file, error)}"
-        ) from error
-    except ValueError as error:
-        raise UsageError(
-            f"{option}: cannot read {file}: expected text in {encoding}, got {error}"
-        ) from error
-    return text.replace("\r\n", "\n")
-
-
-def undecoded(byte: re.Match[str], encoding: str | None = None) -> str:
-    """Says that a byte is no text, and which option helps."""
-    return (
-        f"expected text in {encoding or 'UTF-8'}, got the byte {ord(byte[0]) & 0xFF:#04x}; "
-        "--encoding says what else it is in, such as cp1252"
-    )
-
-
-def encoding_of(name: str) -> str:
-    """The encoding that --encoding gives."""
-    try:
-        "a".encode(name)  # of an empty text the name would not be looked up
-    except LookupError:
-        raise UsageError(
-            f"--encoding: expected the name of one, such as cp1252 or utf-16, got {name!r}"
-        ) from None
-    return name
-
-
-def _said(error: Exception) -> str:
-    """Returns an error's message without the name of the file."""
-    return str(getattr(error, "strerror", None) or error)
-
-
-def _near(file: str, error: OSError) -> str:
-    """Suggests a file that is spelt nearly like one that is missing."""
-    folder = Path(file).parent
-    if not isinstance(error, FileNotFoundError) or not folder.is_dir():
-        return ""
-    return meant(Path(file).name, (path.name for path in folder.iterdir()))
 
 
 # ------------------------------------------------------------------ text and JSON
@@ -310,8 +245,8 @@ def _records(file: str, columns: Collection[str]) -> Iterator[tuple[str, dict[st
             for number, row in enumerate(records, start=1):
                 yield f"{file}, row {number}", _plain(row)
     except (OSError, ValueError, OverflowError) as error:  # Arrow's own, and dates out of range
-        near = _near(file, error) if isinstance(error, OSError) else ""
-        raise UsageError(f"--file: cannot read {file}: {_said(error)}{near}") from error
+        near = near_to(file, error) if isinstance(error, OSError) else ""
+        raise UsageError(f"--file: cannot read {file}: {said_by(error)}{near}") from error
 
 
 def parquet_of(option: str, file: object) -> Any:

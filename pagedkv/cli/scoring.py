@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from .answers import OWN
 from .errors import UsageError
 from .prompts import Prompt
-from .rows import text_of
+from .text_files import text_of
 
 if TYPE_CHECKING:  # it brings torch along
     from pagedkv.batch.results import Score

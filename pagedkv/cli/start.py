@@ -20,10 +20,11 @@ from .options import (
     template_of,
 )
 from .prompts import OPTIONS, Prompt, bad_of, read, read_prefix
-from .rows import encoding_of, is_table
+from .rows import is_table
 from .screen import Screen
 from .shard import shard_of
 from .template import Template
+from .text_files import encoding_of
 from .torchrun import Launch
 
 

@@ -144,6 +144,23 @@ def test_a_named_pipe_is_read_as_standard_input_is(tmp_path, content):
     writer.join()
 
 
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="devices of Linux")
+def test_a_device_that_never_ends_is_refused(tmp_path, monkeypatch):
+    """A fault here reads until memory is full."""
+    (tmp_path / "prompts.jsonl").symlink_to("/dev/full")
+    for file in ("/dev/zero", str(tmp_path / "prompts.jsonl")):
+        with pytest.raises(UsageError, match=f"--file: expected a file or a pipe, got {file}, a d"):
+            read([], file)
+    with pytest.raises(UsageError, match="--prefix: expected a file or a pipe, got /dev/zero"):
+        read_prefix("/dev/zero")
+    with open("/dev/zero") as endless:
+        monkeypatch.setattr(sys, "stdin", endless)
+        with pytest.raises(UsageError, match=r"--file: expected .*, got standard input, a device"):
+            read([], None)
+    with pytest.raises(UsageError, match="there are no prompts in /dev/null"):
+        read([], os.devnull)
+
+
 # ------------------------------------------------------------------ other kinds
 
 
