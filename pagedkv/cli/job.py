@@ -195,7 +195,7 @@ def generator_of(job: Job, loaded: Loaded, lengths: list[int], console: Console)
     except OSError as error:  # only the trace is opened here
         raise UsageError(f"--trace: cannot write {job.sizes['trace']}: {error}") from error
     except (ValueError, TypeError, PagedKVError) as error:
-        raise UsageError(str(error)) from error
+        raise UsageError(str(error).replace("pack_weights:", "--pack-weights:")) from error
 
 
 def carried(
@@ -265,7 +265,8 @@ def _plan(job: Job, prompts: list[Prompt], device: str, processes: int) -> Memor
     options: dict[str, Any] = {**job.memory}
     passed = "page_size", "kv_format", "step_tokens"
     options |= {name: job.sizes[name] for name in passed}
-    options["pack_weights"] = job.sizes["pack_weights"] is True
+    packed = job.sizes["pack_weights"]
+    options["pack_weights"] = packed != "auto" and packed
     options |= {"device": torch.device(device).type, "ranks": processes}
     options |= {"weight_dtype": None if job.dtype == "auto" else job.dtype}
     checkpoint = _named("MODEL", Checkpoint.open, _named("MODEL", find_folder, job.model))

@@ -137,6 +137,7 @@ class Job:
             "draft": self.draft if by_steps else None,
             **{name: value for name, value in sizes.items() if name in counts},
             "kv_format": ",".join(formats),
+            "pack_weights": "int8" if self.sizes["pack_weights"] == "int8" else None,
         }
         given = {name: value for name, value in own.items() if value is not None}
         found = {**self.options, **given, **self._identity()}

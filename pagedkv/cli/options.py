@@ -171,6 +171,32 @@ def store_of(folder: Path | None, size: str | None) -> Any:
         raise UsageError(str(error).replace("prefix_store:", "--prefix-store:")) from error
 
 
+def packing_said(args: list[str]) -> list[str]:
+    """Arguments in which each --pack-weights has a value.
+
+    It may go without one, and what follows it may be a prompt, so only int8 is taken for its value.
+    """
+    found: list[str] = []
+    for i, arg in enumerate(args):
+        if arg == "--":
+            return found + args[i:]
+        if arg == "int8" and found[-1:] == ["--pack-weights=yes"]:
+            found[-1] = "--pack-weights=int8"
+        elif arg in ("--pack-weights", "--no-pack-weights"):
+            found.append(f"--pack-weights={'yes' if arg == '--pack-weights' else 'no'}")
+        else:
+            found.append(arg)
+    return found
+
+
+def packing_of(text: str) -> bool | str:
+    """What --pack-weights gives, as `BatchGenerator` takes it."""
+    ways = {"auto": "auto", "yes": True, "no": False, "int8": "int8"}
+    if text not in ways:
+        raise UsageError(f"--pack-weights: expected int8 or nothing, got {text}")
+    return ways[text]
+
+
 def require_outputs(out: Path | None, asked: dict[str, bool], trace: Path | None) -> None:
     """Raises where an output would get lost, or take the place of another file.
 

@@ -15,6 +15,7 @@ from .options import (
     kv_formats_of,
     memory_of,
     one_of,
+    packing_of,
     require_outputs,
     store_of,
     template_of,
@@ -63,7 +64,7 @@ def start(
         "kv_format": kv_formats_of(given.kv_format),
         "step_tokens": given.step_tokens,
         "trace": trace if launch.is_first else None,
-        "pack_weights": "auto" if given.pack_weights is None else given.pack_weights,
+        "pack_weights": packing_of(given.pack_weights),
     }
     pages = cache_of(given.cache or [])
     shared = {

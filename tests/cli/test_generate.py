@@ -6,6 +6,7 @@ import re
 import pytest
 
 from pagedkv.cli import job, loading, main, screen
+from pagedkv.kernels.c import eight_bits
 from tests.cli.conftest import LETTERS, SHORT, answers
 from tests.hf.tiny import tiny
 
@@ -39,6 +40,22 @@ def test_what_packed_weights_take_is_said_unless_they_are_refused(generate, monk
     said = "weights packed for this processor: "
     assert said in generate("abc", "-n", 1).stderr
     assert said not in generate("abc", "-n", 1, "--no-pack-weights").stderr
+
+
+def test_eight_bits_a_weight_are_asked_for_behind_pack_weights(
+    generate, pagedkv, model, monkeypatch
+):
+    """What else stands there is a prompt, and a processor without them is refused by the option."""
+    assert generate("--pack-weights", "abc").stdout == generate("abc").stdout
+    monkeypatch.setattr(eight_bits, "why_not", lambda dtype: "no instructions")
+    for command in ("generate", "score"):
+        for said in (["--pack-weights", "int8"], ["--no-pack-weights", "--pack-weights=int8"]):
+            refused = pagedkv(command, model, *said, "abc")
+            assert refused.exit_code == 2
+            expected = "--pack-weights: LlamaForCausalLM cannot have 'int8': no instructions"
+            assert expected in " ".join(refused.stderr.split())
+    refused = generate("--pack-weights=int4", "abc", code=2).stderr
+    assert "--pack-weights: expected int8 or nothing, got int4" in refused
 
 
 def test_the_most_expensive_misses_are_explained_where_it_is_asked(generate):
