@@ -190,8 +190,8 @@ def packing_said(args: list[str]) -> list[str]:
 
 
 def packing_of(text: str) -> bool | str:
-    """What --pack-weights gives, as `BatchGenerator` takes it."""
-    ways = {"auto": "auto", "yes": True, "no": False, "int8": "int8"}
+    """The way of packing that --pack-weights gives, as `BatchGenerator` takes it."""
+    ways: dict[str, bool | str] = {"auto": "auto", "yes": True, "no": False, "int8": "int8"}
     if text not in ways:
         raise UsageError(f"--pack-weights: expected int8 or nothing, got {text}")
     return ways[text]
