@@ -159,7 +159,7 @@ def _require_prompts(tables: PageTables, rows: Ints, ids: Tokens, new: Ints) -> 
         if left is None:
             continue
         given, left = ids[stop - count : stop], left[:count]
-        if (given[: left.size] != left).any():
+        if given[: left.size].tobytes() != left.tobytes():
             at = int((given[: left.size] != left).argmax())
             raise ValueError(
                 f"tokens: sequence {tables.seqs[row]} must finish its prompt first (`uncached` "
