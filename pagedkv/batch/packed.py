@@ -1,23 +1,21 @@
 """A model's forward over packed tokens: rows of different lengths behind one another, no padding.
 
 `PackedModel` runs `[1, T]` tokens whose step the caller has prepared, and commits nothing. Between
-transformers and the pages stands a cache that only carries that step; positions are given, so no
-mask is needed, and only the rows asked for reach the language model head.
+transformers and the pages stands a cache that only carries that step (`packed_cache.py`); positions
+are given, so no mask is needed, and only the rows asked for reach the language model head.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from copy import copy
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
-from pagedkv.arrays import Ints
 from pagedkv.cache.cache import PagedKVCache
 from pagedkv.config import field_of
 from pagedkv.errors import ModelChangedError, UnsupportedModelError
@@ -35,11 +33,7 @@ from pagedkv.hf.blocked_weights import (
 )
 from pagedkv.hf.cache import PagedCache
 from pagedkv.hf.foreign_hooks import foreign_hook
-from pagedkv.hf.forward_cache import NAME, ForwardCache, changed_after_cache
-from pagedkv.hf.latent import paged_layer
-from pagedkv.hf.layer import PagedLayer
 from pagedkv.hf.look import admit
-from pagedkv.hf.mixers import index_of
 from pagedkv.hf.model import (
     device_of,
     kind_of,
@@ -52,11 +46,11 @@ from pagedkv.hf.placement import devices_of
 from pagedkv.hf.release import CHECKPOINTS_TAKE_NO_CACHE, cache_argument
 from pagedkv.hf.signature import parameters_of, takes_positions
 from pagedkv.hf.telling import warn
-from pagedkv.models import facts_of, layer_kinds
+from pagedkv.models import facts_of
 from pagedkv.ranks import ranks_of
 from pagedkv.step.metadata import StepMetadata
 
-from .packed_mixers import AbsentStates, MixerCall, PagedAbsentStates
+from .packed_cache import PackedCache
 
 if TYPE_CHECKING:
     from pagedkv.planner import MemoryPlan
@@ -74,139 +68,6 @@ class Inputs(NamedTuple):
     ids: Tensor
     positions: Tensor
     within: AbstractContextManager[None] = nullcontext()
-
-
-class PackedCache(ForwardCache):
-    """The cache that the layers of a packed forward see."""
-
-    def __init__(self, model: PreTrainedModel, kv: PagedKVCache) -> None:
-        self.model, self.kv = model, kv
-        self.seen = 0  # no mask is made, so none has a past
-        self.forward_layer, self.attended_again = -1, 0
-        self.opened: StepMetadata | None = None
-        self.transaction: object | None = None
-        self.touched = False
-        self.complete = False
-        # Where each state layer of the model stands in `CacheConfig.states`, and those entered.
-        self.states: dict[int, int] = {}
-        self.entered: set[int] = set()
-        super().__init__(layers=self._layers())
-
-    def _layers(self) -> list[Any]:
-        """The model's layers: with K and V, with a state, with both, or with neither."""
-        windows = self.kv.config.windows
-        layers: list[Any] = []
-        for i, kind in enumerate(layer_kinds(text_config(self.model))):
-            if kind.state is not None:
-                self.states[i] = kind.state
-            if kind.attention is None:
-                layers.append(AbsentStates(i))
-                continue
-            at = kind.attention
-            both = kind.state is not None
-            layers.append(
-                PagedAbsentStates(self, at, windows[at], i) if both else paged_layer(self, at)
-            )
-        return layers
-
-    @property
-    def rows(self) -> list[int]:
-        """Sequence ids of the step that it carries."""
-        return [] if self.opened is None else self.opened.seqs.tolist()
-
-    def require_usable(self) -> None:
-        """Does nothing: the cache lives as long as its model is used."""
-
-    def get_seq_length(self, layer_idx: int | None = None) -> Any:
-        """Returns how far each token's position is ahead of its place; 0 outside of a forward.
-
-        Without a layer it returns 0, too: models make positions of it where none are given.
-        """
-        if layer_idx is None:
-            if self.touched:
-                raise UnsupportedModelError(
-                    f"{type(self.model).__name__}: its layers ask how long the cache is, which is "
-                    "no one length where rows are packed; `PagedCache` with `generate` works"
-                )
-            return self.seen
-        if self.opened is None:
-            return self.seen
-        index = getattr(self.layers[layer_idx], "index", 0)  # of a layer without K and V: any
-        positions = self.opened.at(index).positions
-        return positions - torch.arange(len(positions), device=positions.device)
-
-    def get_query_offset(self, layer_idx: int = 0) -> int:
-        """Returns 0: no mask that is made for packed rows has a past."""
-        return self.seen
-
-    def abort_step(self) -> None:
-        """Forgets what a forward that died left staged; its step is the caller's to abort."""
-        for layer in self.paged:
-            layer.staged = None
-        self.transaction, self.touched = None, False
-        self.forward_layer, self.attended_again = -1, 0
-
-    def open_step(self, shape: Sequence[int], mask: Tensor | None) -> None:
-        """Does nothing: the step is open already, and nothing is masked in it."""
-
-    def commit_step(self) -> None:
-        """Notes that all layers have attended; the caller commits."""
-        self.complete = True
-        self.transaction, self.touched = None, False
-        self.forward_layer, self.attended_again = -1, 0
-
-    def enter_mixer(self, mixer: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
-        """Calls the mixer for each row group; see `packed_mixers.py`."""
-        index = index_of(mixer)
-        if self.opened is None or index not in self.states or index in self.entered:
-            raise UnsupportedModelError(
-                f"layer {index}: {type(mixer).__name__} computed a state that nothing asked for, "
-                "or one twice in a forward"
-            )
-        self.entered.add(index)
-        return MixerCall(mixer, self.opened, self.states[index], args, kwargs).begin()
-
-    def require_complete(self) -> None:
-        """Raises where a forward has left out layers of the cache it was given."""
-        if len(self.entered) < len(self.states):
-            missing = sorted(self.states.keys() - self.entered)
-            raise UnsupportedModelError(
-                f"{type(self.model).__name__}: its forward computed no state in the layers "
-                f"{', '.join(map(str, missing))}, so these were not called by row"
-            )
-        if not self.complete:
-            raise UnsupportedModelError(
-                f"{type(self.model).__name__}: its forward did not pass all layers through the "
-                "cache it was given"
-            )
-
-    def packed(self, x: Tensor) -> Tensor:
-        """`[1, heads, T, D]` to `[T, heads, D]`."""
-        return x[0].transpose(0, 1)
-
-    def unpacked(self, out: Tensor, query: Tensor) -> Tensor:
-        """`[T, H, D]` to `[1, T, H, D]`."""
-        return out[None]
-
-    def num_queries(self, new: int) -> Ints | None:
-        """Raises: rows are packed, so a number alone does not tell the last tokens of each."""
-        raise changed_after_cache(self.forward_layer)
-
-    def length_behind(self, new: int) -> None:
-        """Returns None: each row has a length of its own."""
-
-    def held(self, layer: PagedLayer) -> None:
-        """Raises: packed rows are there within a forward alone."""
-        raise UnsupportedModelError(
-            f"layers[{layer.index}]: K and V of packed rows are read by `generator.cache.gather`"
-        )
-
-    def update_dense(self, layer: PagedLayer, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Raises: without paged attention rows would see one another."""
-        raise UnsupportedModelError(
-            f"attn_implementation: expected {NAME!r} while packed rows are computed; the model was "
-            "switched to another one"
-        )
 
 
 class PackedModel:

@@ -44,7 +44,7 @@ def test_a_text_that_holds_the_padding_is_answered_whole():
 
 @pytest.mark.parametrize("way", ["PagedCache", "BatchGenerator"])
 def test_other_answers_are_told_by_the_exit_code(pagedkv, model, monkeypatch, way):
-    from pagedkv.batch.packed import PackedCache
+    from pagedkv.batch.packed_cache import PackedCache
     from pagedkv.hf.cache import PagedCache
 
     of = {"PagedCache": PagedCache, "BatchGenerator": PackedCache}[way]

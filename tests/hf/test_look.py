@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from pagedkv import BatchGenerator
-from pagedkv.batch.packed import PackedCache
+from pagedkv.batch.packed_cache import PackedCache
 from pagedkv.errors import UnsupportedModelError
 from pagedkv.hf import PagedCache
 from pagedkv.models.facts import FACTS

@@ -1,6 +1,7 @@
 """A format as it is without pages: what groups of tokens and exact newest pages are good for."""
 
-from pagedkv.batch.packed import PackedCache, PackedModel
+from pagedkv.batch.packed import PackedModel
+from pagedkv.batch.packed_cache import PackedCache
 from pagedkv.kernels.formats import INT4_TOKEN
 from pagedkv.kernels.torch.codes import decode, encode
 
