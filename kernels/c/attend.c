@@ -220,29 +220,6 @@ INLINE float sum(vf x) {
     return parts[0];
 }
 
-#define FOUR(i, odd) 2 * (i) + odd, 2 * (i) + 2 + odd, 2 * (i) + 4 + odd, 2 * (i) + 6 + odd
-#define EIGHT(i, odd) FOUR(i, odd), FOUR(i + 4, odd)
-#if LANES == 16
-#define EACH(odd) EIGHT(0, odd), EIGHT(8, odd)
-#elif LANES == 8
-#define EACH(odd) EIGHT(0, odd)
-#else
-#define EACH(odd) FOUR(0, odd)
-#endif
-#ifdef __clang__ /* of two vectors, one behind the other, every other lane */
-#define PICK(x, y, odd) __builtin_shufflevector(x, y, EACH(odd))
-#else
-#define PICK(x, y, odd) __builtin_shuffle(x, y, (vi){EACH(odd)})
-#endif
-
-/* Whether it holds in a lane; no lane waits for another. */
-INLINE int any(vi which) {
-    uint64_t parts[LANES / 2], found = 0;
-    memcpy(parts, &which, sizeof which);
-    for (int i = 0; i < LANES / 2; i++) found |= parts[i];
-    return found != 0;
-}
-
 /* e^x to 2e-7 of it; 0 below -87, where float32 has no normal numbers left. */
 INLINE vf exponential(vf x) {
     vi small = x < all(-87.0f);

@@ -6,17 +6,18 @@ of a weight in half precision. `eight_bits.c` multiplies; a row's bits depend on
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from ctypes import Structure, byref, c_int64, c_void_p
 from functools import cache
 
 import torch
 from torch import Tensor
 
-from . import packed_product
-from .library import library
+from .library import library, missing
 
 GROUP = 32
 TOP = 127
+AT_ONCE = 1 << 20  # weights that are packed together
 HALVES = torch.finfo(torch.float16)
 
 
@@ -43,8 +44,10 @@ class Eight:
 @cache
 def why_not(dtype: torch.dtype) -> str | None:
     """Why no matrix of a dtype can have 8 bits a weight here; None where some can."""
-    if reason := packed_product.why_not(dtype):
-        return reason
+    if dtype != torch.float32:
+        return f"expected float32, got {str(dtype).removeprefix('torch.')}"
+    if missing():
+        return missing()
     there = hasattr(library(), "eight_bit_product")
     return None if there else "the processor, or its library, has no AVX512-VNNI"
 
@@ -64,7 +67,7 @@ def pack(weight: Tensor) -> Eight:
     (outputs, inputs), width = weight.shape, library().eight_bit_width()
     count, groups = -(-outputs // width), inputs // GROUP
     panels = torch.empty(count, groups, (2 + GROUP) * width, dtype=torch.uint8, device="cpu")
-    for part, into in packed_product.parts(weight, panels, width):
+    for part, into in _parts(weight, panels, width):
         of_groups = part.view(-1, width, groups, GROUP)
         scales = (of_groups.abs().amax(-1) / TOP).half()
         by = scales.float().clamp_min(2.0**-80)[..., None]
@@ -87,3 +90,16 @@ def product(x: Tensor, packed: Eight, bias: Tensor | None) -> Tensor:
     )
     library().eight_bit_product(byref(call), torch.get_num_threads())
     return out
+
+
+def _parts(weight: Tensor, panels: Tensor, width: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Some rows of a matrix, padded to whole panels of `width` rows, and their panels."""
+    count = max(1, AT_ONCE // (width * weight.shape[1]))
+    for first in range(0, len(panels), count):
+        into = panels[first : first + count]
+        part = weight[first * width : (first + count) * width]
+        if len(part) < len(into) * width:
+            padded = part.new_zeros(len(into) * width, part.shape[1])
+            padded[: len(part)] = part
+            part = padded
+        yield part, into

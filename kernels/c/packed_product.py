@@ -1,16 +1,16 @@
 """Products with a matrix that was packed for a processor: a linear layer of any number of tokens.
 
-The twin of `torch/packed_product.py`; `products.c` multiplies. Weights which 16 bits hold exactly
-are kept in these: a checkpoint in bfloat16 or float16 that was loaded in float32 has such ones, and
-few rows take as long as their weights take to be read. Sums are float32 all the same, and a row's
-do not depend on the other rows.
+The twin of `torch/packed_product.py`; `products.c` packs and multiplies. Weights which 16 bits hold
+exactly are kept in these: a checkpoint in bfloat16 or float16 that was loaded in float32 has such
+ones, and few rows take as long as their weights take to be read. Sums are float32 all the same, and
+a row's do not depend on the other rows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from ctypes import Structure, byref, c_int32, c_int64, c_void_p
 from functools import cache
+from math import prod
 
 import torch
 from torch import Tensor
@@ -18,7 +18,8 @@ from torch import Tensor
 from .library import library, missing
 
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-AT_ONCE = 1 << 20  # weights that are looked at together
+NARROWEST_FIRST = torch.bfloat16, torch.float16, torch.float32
+PIECE, PAGE = 32 << 20, 2 << 20  # bytes of memory that matrices share, and of a large page
 
 
 class _Matrix(Structure):
@@ -34,45 +35,75 @@ class _Matrix(Structure):
 class _Rows(Structure):
     """The rows of a product, as `Rows` in products.c."""
 
-    _fields_ = [*((name, c_void_p) for name in ("x", "bias", "out")), ("rows", c_int64)]
+    _fields_ = [
+        *((name, c_void_p) for name in ("x", "bias", "out")),
+        ("rows", c_int64),
+        ("type", c_int32),
+    ]
+
+
+class Room:
+    """Memory in which matrices lie side by side, so that large pages hold them where there are any.
+
+    A piece of it is freed when the last of its matrices is.
+    """
+
+    def __init__(self) -> None:
+        self.left = torch.empty(0, dtype=torch.uint8, device="cpu")
+
+    def take(self, nbytes: int) -> Tensor:
+        """Memory that begins with a line of the processor's cache."""
+        whole = -(-nbytes // 64) * 64
+        if whole > len(self.left):
+            piece = torch.empty(max(whole, PIECE) + PAGE, dtype=torch.uint8, device="cpu")
+            self.left = piece[-piece.data_ptr() % PAGE :]
+            library().in_large_pages(c_void_p(self.left.data_ptr()), c_int64(len(self.left)))
+        taken, self.left = self.left[:nbytes], self.left[whole:]
+        return taken
 
 
 class Packed:
     """A matrix `[outputs, inputs]` in panels.
 
     Attributes:
-        panels: `[panels, inputs, width]`; a panel is as many outputs as two vectors have lanes.
+        panels: `[panels, inputs, width]`, of bfloat16 `[panels, inputs / 2, width, 2]`; a panel is
+            as many outputs as two vectors have lanes.
     """
 
-    def __init__(self, panels: Tensor, shape: torch.Size) -> None:
-        self.panels, self.shape = panels, shape
-        self.nbytes = panels.nbytes
-        self.as_c = _Matrix(panels.data_ptr(), *shape, TYPES[panels.dtype])
+    def __init__(self, shape: torch.Size, dtype: torch.dtype, room: Room) -> None:
+        (outputs, inputs), width = shape, library().panel_width()
+        of_panel = (-(-inputs // 2), width, 2) if dtype == torch.bfloat16 else (inputs, width)
+        panels = -(-outputs // width), *of_panel
+        self.panels = room.take(prod(panels) * dtype.itemsize).view(dtype).view(panels)
+        self.shape, self.nbytes = shape, self.panels.nbytes
+        self.as_c = _Matrix(self.panels.data_ptr(), *shape, TYPES[dtype])
 
 
 @cache
 def why_not(dtype: torch.dtype) -> str | None:
     """Why matrices of a dtype are not packed here unless that is asked for; None where they are."""
-    if dtype != torch.float32:
-        return f"expected float32, got {str(dtype).removeprefix('torch.')}"
-    return missing() or None
+    if dtype not in (torch.float32, torch.bfloat16):
+        return f"expected float32 or bfloat16, got {str(dtype).removeprefix('torch.')}"
+    if missing() or dtype == torch.float32 or library().multiplies_pairs():
+        return missing() or None
+    return "the processor, or its library, has no AVX512-BF16"
 
 
-@torch.no_grad()
-def pack(weight: Tensor) -> Packed:
-    """`[outputs, inputs]` in panels, of 16 bits a weight where that is exact for all of them."""
-    weight = weight.detach().float()
-    kept = (x for x in (torch.bfloat16, torch.float16) if _holds(x, weight))
-    dtype = next(kept, torch.float32)
-    (outputs, inputs), width = weight.shape, library().panel_width()
-    panels = torch.zeros(-(-outputs // width), inputs, width, dtype=dtype, device="cpu")
-    for part, into in parts(weight, panels, width):
-        # A word of bfloat16 has an output of the first half and one of the second.
-        halves = part.view(-1, 2, width // 2, inputs).to(dtype)
-        order = (0, 3, 2, 1) if dtype == torch.bfloat16 else (0, 3, 1, 2)
-        made = halves.permute(order)
-        into.view(made.shape).copy_(made)
-    return Packed(panels, weight.shape)
+def pack(weight: Tensor, room: Room | None = None) -> Packed:
+    """`[outputs, inputs]` in panels, of 16 bits a weight where that is exact for all of them.
+
+    Args:
+        room: of all matrices that are packed together.
+    """
+    room, weight = room or Room(), weight.detach().contiguous()
+    weight = weight if weight.dtype == torch.bfloat16 else weight.float()
+    source, threads = TYPES[weight.dtype], torch.get_num_threads()
+    for dtype in NARROWEST_FIRST:
+        before, packed = room.left, Packed(weight.shape, dtype, room)
+        if library().pack(byref(packed.as_c), c_void_p(weight.data_ptr()), source, threads):
+            break
+        room.left = before
+    return packed
 
 
 def product(x: Tensor, packed: Packed, bias: Tensor | None) -> Tensor:
@@ -80,32 +111,14 @@ def product(x: Tensor, packed: Packed, bias: Tensor | None) -> Tensor:
 
     Of bfloat16 as well: sums are float32 and rounded once.
     """
-    dtype, x, (outputs, inputs) = x.dtype, x.float().contiguous(), packed.shape
+    dtype, (outputs, inputs) = x.dtype, packed.shape
+    pairs = dtype == packed.panels.dtype == torch.bfloat16 and library().multiplies_pairs()
+    x = x.contiguous() if pairs else x.float().contiguous()
     bias = None if bias is None else bias.float().contiguous()
     out = x.new_empty(*x.shape[:-1], outputs)
     rows = _Rows(
         *(x.data_ptr(), None if bias is None else bias.data_ptr(), out.data_ptr()),
-        x.numel() // inputs,
+        *(x.numel() // inputs, TYPES[x.dtype]),
     )
     library().packed_product(byref(packed.as_c), byref(rows), torch.get_num_threads())
     return out.to(dtype)
-
-
-def _holds(dtype: torch.dtype, weight: Tensor) -> bool:
-    """Whether every weight is a number of a narrower dtype, bit for bit."""
-    parts = weight.flatten().split(AT_ONCE)
-    same = (torch.equal(x.to(dtype).float().view(torch.int32), x.view(torch.int32)) for x in parts)
-    return all(same)
-
-
-def parts(weight: Tensor, panels: Tensor, width: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Some rows of a matrix, padded to whole panels of `width` rows, and their panels."""
-    count = max(1, AT_ONCE // (width * weight.shape[1]))
-    for first in range(0, len(panels), count):
-        into = panels[first : first + count]
-        part = weight[first * width : (first + count) * width]
-        if len(part) < len(into) * width:
-            padded = part.new_zeros(len(into) * width, part.shape[1])
-            padded[: len(part)] = part
-            part = padded
-        yield part, into

@@ -17,14 +17,7 @@ typedef struct {
     int32_t type;
 } Norms;
 
-INLINE int64_t size_of(int type) { return type == F32 ? 4 : 2; }
-
-/* To the nearest number of bfloat16, of two to the even one. */
-INLINE vf rounded(vf x, int type) {
-    if (type == F32) return x;
-    vi bits = (vi)x, up = (bits + 0x7fff + (bits >> 16 & 1)) & -0x10000;
-    return choose(x == x, (vf)up, (vf)((bits | 0x400000) & -0x10000));
-}
+INLINE vf rounded(vf x, int type) { return type == F32 ? x : to_bfloats(x); }
 
 /* Numbers that are of their type already; the other way round than `widen_two`. */
 INLINE void narrow_two(char *into, int type, vf first, vf second) {

@@ -97,21 +97,14 @@ INLINE void weigh(const Soon *soon, int rows, float *weighed, int64_t width, con
     }
 }
 
-/* Tokens in lanes, head dim after head dim. Each round brings the lowest bit of a number's lane in front
-   of the bits of its vector, so that as many rounds as a lane has bits put one in place of the other. */
+/* Tokens in lanes, head dim after head dim. */
 static void turn(const Soon *soon, const float *k, int64_t stride, int64_t width, float *out) {
     for (int t = 0; t < BLOCK; t += LANES)
         for (int64_t d = 0; d < width; d += LANES) {
-            vf x[LANES], y[LANES];
+            vf x[LANES];
             if (!t) ask(soon, d);
             for (int i = 0; i < LANES; i++) x[i] = load(k + (t + i) * stride + d);
-            for (int round = 1; round < LANES; round *= 2) {
-                for (int i = 0; i < LANES / 2; i++) {
-                    y[i] = PICK(x[2 * i], x[2 * i + 1], 0);
-                    y[i + LANES / 2] = PICK(x[2 * i], x[2 * i + 1], 1);
-                }
-                for (int i = 0; i < LANES; i++) x[i] = y[i];
-            }
+            transpose(x);
             for (int i = 0; i < LANES; i++) store(out + (d + i) * BLOCK + t, x[i]);
         }
 }

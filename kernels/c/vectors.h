@@ -23,11 +23,14 @@ typedef float vf __attribute__((vector_size(4 * LANES)));
 typedef int32_t vi __attribute__((vector_size(4 * LANES)));
 typedef float vfu __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 typedef int32_t viu __attribute__((vector_size(4 * LANES), aligned(2), may_alias));
+typedef uint16_t vh __attribute__((vector_size(2 * LANES)));
 typedef uint16_t vhu __attribute__((vector_size(2 * LANES), aligned(2), may_alias));
 
 enum { F32, BF16, F16 }; /* types of elements */
 
 #define INLINE static inline __attribute__((always_inline))
+
+INLINE int64_t size_of(int type) { return type == F32 ? 4 : 2; }
 
 INLINE vf all(float x) { return x - (vf){0}; }
 INLINE vf choose(vi which, vf yes, vf no) { return (vf)((which & (vi)yes) | (~which & (vi)no)); }
@@ -45,6 +48,21 @@ INLINE vf of_halves(const void *at) {
     vi finite = (vi)choose(rest < 0x00800000, subnormal, (vf)(rest + (112 << 23)));
     return (vf)(finite | ((rest >= 0x0f800000) & 0x7f800000) | (bits & 0x8000) << 16);
 #endif
+}
+
+/* Halves of floats that are halves; of others some bits that are not theirs. */
+INLINE vhu to_halves(vf x) {
+    vi bits = (vi)x, rest = bits & 0x7fffffff;
+    vi subnormal = (vi)((vf)rest + all(0.5f)) - 0x3f000000, special = 0x7c00 | (rest >> 13 & 0x3ff);
+    vi finite = (vi)choose(rest < 0x38800000, (vf)subnormal, (vf)((rest >> 13) - (112 << 10)));
+    vi half = (vi)choose(rest >= 0x7f800000, (vf)special, (vf)finite);
+    return __builtin_convertvector(half | (bits >> 16 & 0x8000), vh);
+}
+
+/* To the nearest number of bfloat16, of two to the even one. */
+INLINE vf to_bfloats(vf x) {
+    vi bits = (vi)x, up = (bits + 0x7fff + (bits >> 16 & 1)) & -0x10000;
+    return choose(x == x, (vf)up, (vf)((bits | 0x400000) & -0x10000));
 }
 
 /* As many numbers as two vectors have lanes. A word of bfloat16 has one of the first and one of the second. */
@@ -74,6 +92,43 @@ INLINE vf fused(vf x, vf y, vf z) {
 #else
     return x * y + z;
 #endif
+}
+
+#define FOUR(i, odd) 2 * (i) + odd, 2 * (i) + 2 + odd, 2 * (i) + 4 + odd, 2 * (i) + 6 + odd
+#define EIGHT(i, odd) FOUR(i, odd), FOUR(i + 4, odd)
+#if LANES == 16
+#define EACH(odd) EIGHT(0, odd), EIGHT(8, odd)
+#elif LANES == 8
+#define EACH(odd) EIGHT(0, odd)
+#else
+#define EACH(odd) FOUR(0, odd)
+#endif
+#ifdef __clang__ /* of two vectors, one behind the other, every other lane */
+#define PICK(x, y, odd) __builtin_shufflevector(x, y, EACH(odd))
+#else
+#define PICK(x, y, odd) __builtin_shuffle(x, y, (vi){EACH(odd)})
+#endif
+
+/* Columns of as many rows as a vector has lanes, in their place. Each round brings the lowest bit of a number's
+   lane in front of the bits of its vector, so that as many rounds as a lane has bits put one in place of the
+   other. */
+INLINE void transpose(vf *x) {
+    vf y[LANES];
+    for (int round = 1; round < LANES; round *= 2) {
+        for (int i = 0; i < LANES / 2; i++) {
+            y[i] = PICK(x[2 * i], x[2 * i + 1], 0);
+            y[i + LANES / 2] = PICK(x[2 * i], x[2 * i + 1], 1);
+        }
+        for (int i = 0; i < LANES; i++) x[i] = y[i];
+    }
+}
+
+/* Whether it holds in a lane; no lane waits for another. */
+INLINE int any(vi which) {
+    uint64_t parts[LANES / 2], found = 0;
+    memcpy(parts, &which, sizeof which);
+    for (int i = 0; i < LANES / 2; i++) found |= parts[i];
+    return found != 0;
 }
 
 #endif

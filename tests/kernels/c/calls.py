@@ -68,7 +68,7 @@ def check_products(kept: torch.dtype) -> None:
         weight = weight.to(kept).float()
         packed, x = pack(weight), torch.randn(40, inputs, generator=draw)
         assert packed.panels.dtype == kept
-        assert packed.nbytes <= kept.itemsize * inputs * (outputs + 31)
+        assert packed.nbytes <= kept.itemsize * (inputs + 1) * (outputs + 31)
         for added in (None, bias):
             out = product(x, packed, added)
             exact = functional.linear(
@@ -80,6 +80,28 @@ def check_products(kept: torch.dtype) -> None:
                 assert torch.equal(product(x[3:][:rows], packed, added), out[3:][:rows])
         strided = x.T.contiguous().T.view(2, 20, inputs)
         assert torch.equal(product(strided, packed, bias).flatten(0, 1), out)
+
+
+def check_pairs() -> None:
+    """Products of rows and matrices of bfloat16, of rows alone and among others."""
+    draw = torch.Generator().manual_seed(0)
+    for outputs, inputs in SHAPES:
+        weight, x = torch.randn(outputs, inputs, generator=draw), torch.randn(40, inputs)
+        bias, weight, x = torch.randn(outputs).bfloat16(), weight.bfloat16(), x.bfloat16()
+        packed = pack(weight)
+        assert torch.equal(packed.panels, pack(weight.float()).panels)
+        for added in (None, bias):
+            out = product(x, packed, added)
+            exact = functional.linear(
+                x.double(), weight.double(), None if added is None else added.double()
+            )
+            size = functional.linear(x.double().abs(), weight.double().abs(), bias.double().abs())
+            # The instruction rounds twice a pair; the sum is rounded once.
+            bound = (inputs + 2) * 2.0**-23 * size + 2.0**-8 * exact.abs()
+            assert out.dtype == torch.bfloat16
+            assert ((out.double() - exact).abs() <= bound).all()
+            for rows in range(1, 27):
+                assert torch.equal(product(x[3:][:rows], packed, added), out[3:][:rows])
 
 
 GROUPS = (1, 32), (33, 96), (64, 32), (97, 160)  # outputs and inputs, of whole groups

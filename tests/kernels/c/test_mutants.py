@@ -16,10 +16,15 @@ from tests.kernels.c.calls import (
     check_eight_bits,
     check_norms,
     check_numbers,
+    check_pairs,
     check_products,
     differs,
 )
 from tests.kernels.c.test_attend import test_pages_that_are_chosen_are_read_and_no_others
+from tests.kernels.c.test_packed_product import (
+    LOST,
+    test_one_weight_that_16_bits_do_not_hold_keeps_all_at_32,
+)
 from tests.kernels.shapes import DTYPES, Shape
 from tests.kernels.steps import coded
 from tests.kernels.truth import check
@@ -70,12 +75,21 @@ MUTANTS = {
     "sinks are left out": ("attend.c", "expf(sink - level)", "0.0f"),
     "a cap is left out": ("attend.c", "return call->softcap ?", "return 0 ?"),
     "tanh loses digits near 0": ("attend.c", "choose((x < all(0.625f))", "choose((x < all(-9.0f))"),
-    "tokens of other lanes": ("tiles.h", "x[2 * i + 1], 1);", "x[2 * i + 1], 0);"),
-    "two outputs change places": ("vectors.h", "(vf)(words << 16)", "(vf)(words & -0x10000)"),
-    "the last input is left out": ("products.c", "k < inputs;", "k + (inputs > 1) < inputs;"),
-    "an input of another row": ("products.c", "x[r * inputs + k]", "x[k]"),
-    "steps of another type": ("products.c", "== F32 ? 4 : 2) * WIDE;", "== F32 ? 2 : 2) * WIDE;"),
-    "the first panel for all": ("products.c", "+ index * by->inputs", "+ 0 * by->inputs"),
+    "tokens of other lanes": ("vectors.h", "x[2 * i + 1], 1);", "x[2 * i + 1], 0);"),
+    "two inputs change places": ("products.c", "a & -0x10000 : a << 16", "a << 16 : a & -0x10000"),
+    "the last input is left out": ("products.c", "if (k < inputs)", "if (k < 0)"),
+    "an input of another row": ("products.c", "all(x[r * inputs]);", "all(x[0]);"),
+    "a pair of another row": ("products.c", "x + r * inputs, 2 * there", "x, 2 * there"),
+    "an input behind the last": ("products.c", "at, 1, first, second", "at, 2, first, second"),
+    "steps of another type": ("products.c", "2 * size_of(type) * WIDE;", "8 * WIDE;"),
+    "the first panel for all": (
+        "products.c",
+        "by->panels + index * panel_bytes(by)",
+        "by->panels",
+    ),
+    "a float that lost a bit": ("products.c", "(bits | next) & 0xffff", "bits & 0xffff"),
+    "a half that lost a bit": ("products.c", "lost |= (vi)of_halves(out) ^ bits;", ""),
+    "bfloats are cut, not rounded": ("vectors.h", "(bits + 0x7fff + (bits >> 16 & 1))", "bits"),
     "a bias of the first panel": ("products.c", "bias[output + i]", "bias[i]"),
     "a row alone in another order": (
         "products.c",
@@ -87,7 +101,6 @@ MUTANTS = {
     "weights are not added to": ("rms_norm.c", "(weight + by->added)", "weight"),
     "a norm rounds once": ("rms_norm.c", "by->rounds ? rounded(x, type) : x", "x"),
     "a norm rounds twice": ("rms_norm.c", "by->rounds ? rounded(x, type) : x", "rounded(x, type)"),
-    "a norm rounds down": ("rms_norm.c", "bits + 0x7fff + (bits >> 16 & 1)", "bits"),
     "the end of a row is left out": (
         "rms_norm.c",
         "memcpy(padded, at, count * size_of(type));",
@@ -143,8 +156,11 @@ def try_choice():
 def try_products():
     for kept in KINDS:
         check_products(kept)
+    check_pairs()
     for dtype in KINDS[:2]:
         check_numbers(dtype)
+    for value in LOST:
+        test_one_weight_that_16_bits_do_not_hold_keeps_all_at_32(value)
 
 
 def try_norms():

@@ -3,10 +3,9 @@
 import pytest
 import torch
 
-from pagedkv.kernels.c import packed_product as module
 from pagedkv.kernels.c.library import missing
 from pagedkv.kernels.c.packed_product import pack, product, why_not
-from tests.kernels.c.calls import KINDS, check_numbers, check_products
+from tests.kernels.c.calls import KINDS, check_numbers, check_pairs, check_products
 
 pytestmark = pytest.mark.skipif(bool(missing()), reason=missing() or "there is a library")
 
@@ -16,12 +15,18 @@ def test_products_are_right_and_a_row_is_what_it_is_alone(kept):
     check_products(kept)
 
 
+def test_rows_of_bfloat16_are_right_and_what_they_are_alone():
+    check_pairs()
+
+
 @pytest.mark.parametrize("threads", [2, 3])
 def test_bits_do_not_depend_on_threads(threads):
-    packed, x = pack(torch.randn(100, 40)), torch.randn(20, 40)
-    before, one = torch.get_num_threads(), product(x, packed, None)
+    weight, x = torch.randn(100, 40), torch.randn(20, 40)
+    packed, before = pack(weight), torch.get_num_threads()
+    one = product(x, packed, None)
     torch.set_num_threads(threads)
     try:
+        assert torch.equal(pack(weight).panels[:3], packed.panels[:3])
         assert torch.equal(product(x, packed, None), one)
     finally:
         torch.set_num_threads(before)
@@ -42,10 +47,9 @@ LOST = {
 
 
 @pytest.mark.parametrize("value", LOST)
-def test_one_weight_that_16_bits_do_not_hold_keeps_all_at_32(value, monkeypatch):
-    monkeypatch.setattr(module, "AT_ONCE", 64)
-    for place in (0, 63, 64, 639):
-        weight = torch.randn(32, 20).half().float()
+def test_one_weight_that_16_bits_do_not_hold_keeps_all_at_32(value):
+    for place in (0, 63, 640, 70 * 20 - 1):
+        weight = torch.randn(70, 20).half().float()
         weight.view(-1)[place] = LOST[value]
         packed = pack(weight)
         assert packed.panels.dtype == torch.float32
@@ -77,4 +81,4 @@ def test_matrices_lie_on_the_processor_whatever_the_default_device_is():
 
 def test_other_dtypes_are_for_others():
     assert why_not(torch.float32) is None
-    assert why_not(torch.bfloat16) == "expected float32, got bfloat16"
+    assert why_not(torch.float16) == "expected float32 or bfloat16, got float16"
