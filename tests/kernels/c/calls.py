@@ -102,6 +102,8 @@ def check_pairs() -> None:
             assert ((out.double() - exact).abs() <= bound).all()
             for rows in range(1, 27):
                 assert torch.equal(product(x[3:][:rows], packed, added), out[3:][:rows])
+        beside = x.index_fill(0, torch.tensor([20]), torch.nan)
+        assert torch.equal(product(beside, packed, bias)[:20], out[:20])
 
 
 GROUPS = (1, 32), (33, 96), (64, 32), (97, 160)  # outputs and inputs, of whole groups

@@ -1,5 +1,7 @@
 """Products with packed matrices: right to rounding, and of each row what it is alone."""
 
+from itertools import product as product_of
+
 import pytest
 import torch
 
@@ -48,8 +50,8 @@ LOST = {
 
 @pytest.mark.parametrize("value", LOST)
 def test_one_weight_that_16_bits_do_not_hold_keeps_all_at_32(value):
-    for place in (0, 63, 640, 70 * 20 - 1):
-        weight = torch.randn(70, 20).half().float()
+    for place, kept in product_of((0, 63, 640, 70 * 20 - 1), KINDS[:2]):
+        weight = torch.randn(70, 20).to(kept).float()
         weight.view(-1)[place] = LOST[value]
         packed = pack(weight)
         assert packed.panels.dtype == torch.float32
