@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from ctypes import Structure, byref, c_int32, c_int64, c_void_p
 from functools import cache
-from math import prod
 
 import torch
 from torch import Tensor
@@ -19,7 +18,6 @@ from .library import library, missing
 
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 NARROWEST_FIRST = torch.bfloat16, torch.float16, torch.float32
-PIECE, PAGE = 32 << 20, 2 << 20  # bytes of memory that matrices share, and of a large page
 
 
 class _Matrix(Structure):
@@ -42,26 +40,6 @@ class _Rows(Structure):
     ]
 
 
-class Room:
-    """Memory in which matrices lie side by side, so that large pages hold them where there are any.
-
-    A piece of it is freed when the last of its matrices is.
-    """
-
-    def __init__(self) -> None:
-        self.left = torch.empty(0, dtype=torch.uint8, device="cpu")
-
-    def take(self, nbytes: int) -> Tensor:
-        """Memory that begins with a line of the processor's cache."""
-        whole = -(-nbytes // 64) * 64
-        if whole > len(self.left):
-            piece = torch.empty(max(whole, PIECE) + PAGE, dtype=torch.uint8, device="cpu")
-            self.left = piece[-piece.data_ptr() % PAGE :]
-            library().in_large_pages(c_void_p(self.left.data_ptr()), c_int64(len(self.left)))
-        taken, self.left = self.left[:nbytes], self.left[whole:]
-        return taken
-
-
 class Packed:
     """A matrix `[outputs, inputs]` in panels.
 
@@ -70,11 +48,10 @@ class Packed:
             as many outputs as two vectors have lanes.
     """
 
-    def __init__(self, shape: torch.Size, dtype: torch.dtype, room: Room) -> None:
+    def __init__(self, shape: torch.Size, dtype: torch.dtype) -> None:
         (outputs, inputs), width = shape, library().panel_width()
         of_panel = (-(-inputs // 2), width, 2) if dtype == torch.bfloat16 else (inputs, width)
-        panels = -(-outputs // width), *of_panel
-        self.panels = room.take(prod(panels) * dtype.itemsize).view(dtype).view(panels)
+        self.panels = torch.empty(-(-outputs // width), *of_panel, dtype=dtype, device="cpu")
         self.shape, self.nbytes = shape, self.panels.nbytes
         self.as_c = _Matrix(self.panels.data_ptr(), *shape, TYPES[dtype])
 
@@ -89,20 +66,15 @@ def why_not(dtype: torch.dtype) -> str | None:
     return "the processor, or its library, has no AVX512-BF16"
 
 
-def pack(weight: Tensor, room: Room | None = None) -> Packed:
-    """`[outputs, inputs]` in panels, of 16 bits a weight where that is exact for all of them.
-
-    Args:
-        room: of all matrices that are packed together.
-    """
-    room, weight = room or Room(), weight.detach().contiguous()
+def pack(weight: Tensor) -> Packed:
+    """`[outputs, inputs]` in panels, of 16 bits a weight where that is exact for all of them."""
+    weight = weight.detach().contiguous()
     weight = weight if weight.dtype == torch.bfloat16 else weight.float()
     source, threads = TYPES[weight.dtype], torch.get_num_threads()
     for dtype in NARROWEST_FIRST:
-        before, packed = room.left, Packed(weight.shape, dtype, room)
+        packed = Packed(weight.shape, dtype)
         if library().pack(byref(packed.as_c), c_void_p(weight.data_ptr()), source, threads):
             break
-        room.left = before
     return packed
 
 

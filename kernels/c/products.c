@@ -10,10 +10,6 @@
 
 #include "vectors.h"
 
-#ifdef __linux__
-#include <sys/mman.h>
-#endif
-
 #if defined(__AVX512F__) || defined(__aarch64__)
 #define TILE 12 /* rows whose sums, two vectors each, fit into 32 registers */
 #else
@@ -86,13 +82,6 @@ INLINE int pack_panel(const Matrix *into, const char *weights, int from, int64_t
             }
     }
     return any(lost != 0);
-}
-
-/* Asks for few pages of much memory, which begins at one. */
-void in_large_pages(void *at, int64_t bytes) {
-#ifdef MADV_HUGEPAGE
-    madvise(at, bytes, MADV_HUGEPAGE);
-#endif
 }
 
 /* Packs a matrix of floats, or of bfloat16. Returns 0 if its type does not hold all weights, bit for bit. */

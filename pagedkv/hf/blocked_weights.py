@@ -187,7 +187,6 @@ class PackedWeights(StandIns):
         before, self._forwards = self._forwards, {}
         parts = [] if _why_none(self.model, self.bits) else list(parts_of(self.model))
         whole = _embeddings(self.model) if self.bits == 8 else None
-        room = in_c.Room()
         for path, layer, of_adapter in parts:
             if of_adapter or not _is_packable(layer):
                 continue
@@ -198,7 +197,7 @@ class PackedWeights(StandIns):
                 made = packed.get(id(layer.weight))
                 if made is None:
                     exact = whole is None or id(layer.weight) in whole
-                    made = (pack if exact else pack_rounded)(layer.weight, room, self.by_c)
+                    made = pack(layer.weight, self.by_c) if exact else pack_rounded(layer.weight)
                 forward = PackedForward(layer, seen, made, self._threads)
             packed[id(layer.weight)] = forward.packed
             self._forwards[layer] = forward
@@ -268,15 +267,15 @@ class PackedForward(Swapped):
         return product(input, self.packed, self.module.bias)
 
 
-def pack_rounded(weight: Tensor, room: in_c.Room, by_c: bool = False) -> Packed:
+def pack_rounded(weight: Tensor) -> Packed:
     """A matrix of 8 bits a weight, where these hold it."""
-    return eight_bits.pack(weight) if eight_bits.holds(weight) else pack(weight, room, by_c)
+    return eight_bits.pack(weight) if eight_bits.holds(weight) else pack(weight)
 
 
-def pack(weight: Tensor, room: in_c.Room | None = None, by_c: bool = False) -> Packed:
+def pack(weight: Tensor, by_c: bool = False) -> Packed:
     """A matrix, packed by the kernels of its dtype, or by our own."""
     by_torch = in_c.why_not(weight.dtype) and not by_c
-    return in_torch.pack(weight) if by_torch else in_c.pack(weight, room)
+    return in_torch.pack(weight) if by_torch else in_c.pack(weight)
 
 
 def product(x: Tensor, packed: Packed, bias: Tensor | None) -> Tensor:

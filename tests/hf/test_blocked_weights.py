@@ -402,7 +402,7 @@ def test_by_themselves_nothing_is_said_of_what_cannot_be_packed(reason):
 
 
 def test_where_an_allocation_fails_after_all_it_runs_unpacked_and_says_so(monkeypatch):
-    def fail(*_):
+    def fail(weight, by_c):
         raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
 
     monkeypatch.setattr(module, "pack", fail)
