@@ -29,6 +29,9 @@ INLINE vf sums_of(vf *x) {
     return x[0];
 }
 
+/* The score of a column whose bound is not known: above all bounds, and those of the columns behind it. */
+INLINE float unknown(int64_t column) { return as_float(0x7f7fffff - (uint32_t)column); }
+
 /* Scores of columns begin .. end of a row, none of them behind its end. */
 static void score_part(const Bounds *b, int64_t row, int64_t begin, int64_t end) {
     const int64_t ratio = b->heads / b->groups, dim = b->dim, width = (2 * dim + LANES - 1) / LANES * LANES;
@@ -50,7 +53,7 @@ static void score_part(const Bounds *b, int64_t row, int64_t begin, int64_t end)
                     for (int64_t d = 0; d < 2 * dim; d += 32)
                         __builtin_prefetch(bounds_of(b, row, c + LANES + j) + head + d);
             }
-            vf best = all(0.0f);
+            vf best = all(-INFINITY), none = all(0.0f);
             for (int64_t r = 0; r < ratio; r++) {
                 vf sums[LANES];
                 for (int j = 0; j < LANES; j++) sums[j] = all(0.0f);
@@ -59,11 +62,12 @@ static void score_part(const Bounds *b, int64_t row, int64_t begin, int64_t end)
                     for (int j = 0; j < LANES; j++) sums[j] = fused(weight, load(spans + j * width + d), sums[j]);
                 }
                 vf score = sums_of(sums);
-                best = r ? choose((best != best) | (score <= best), best, score) : score; /* no number stays */
+                best = larger(score, best);
+                none = fused(score, all(0.0f), none); /* of infinity, too */
             }
-            float scores[LANES];
-            memcpy(scores, &best, sizeof best);
-            memcpy(b->scores + (row * b->groups + group) * b->columns + c, scores, 4 * many);
+            best = choose(none == none, best, all(NAN));
+            for (int64_t j = 0; j < many; j++)
+                b->scores[(row * b->groups + group) * b->columns + c + j] = best[j] == best[j] ? best[j] : unknown(c + j);
         }
     }
 }
@@ -84,8 +88,8 @@ void score_columns(const Bounds *b) {
     }
 }
 
-/* An integer in the order of the scores; what is no number is above all. */
-INLINE int32_t rank_of(float score) { return score != score ? INT32_MAX : ordered(score + 0.0f); }
+/* An integer in the order of the scores, all of them numbers or infinite. */
+INLINE int32_t rank_of(float score) { return ordered(score + 0.0f); }
 
 INLINE int64_t ranked_from(const float *scores, int64_t columns, int32_t least) {
     int32_t found = 0;

@@ -22,15 +22,20 @@ from torch import Tensor
 
 from pagedkv.kernels.formats import Pages
 
-from .codes import step_and_minimum
+from .codes import FP16_MAX, step_and_minimum
 from .page_coding import read_pages
 
+LARGEST = 0x7F7FFFFF  # the bits of the largest float32; those before it are of the next ones
 NEWEST = 2  # pages that are always read: the one being written, and the one before
 
 
 def page_bounds(keys: Tensor) -> Tensor:
-    """Step and minimum of every channel: `[n, G, P, D]` complete pages to `[n, G, D, 2]`."""
-    return step_and_minimum(keys, -2)
+    """Step and minimum of every channel: `[n, G, P, D]` complete pages to `[n, G, D, 2]`.
+
+    NaN for keys that halves do not bound.
+    """
+    bounds = step_and_minimum(keys, -2)
+    return bounds.masked_fill_(bounds.abs() == FP16_MAX, math.nan)
 
 
 def score_columns(
@@ -46,17 +51,21 @@ def score_columns(
 
     Returns:
         Infinity for the first and the newest pages, minus infinity for those behind a row's end.
+        Pages for which some head has no bound that is a number stand above all that have one, and
+        above those of later columns.
     """
     n, _, dim = q.shape
-    unknown = (page_ids < 0) | (page_ids >= bounds.shape[0])  # nothing there, or staging pages
-    span = bounds[page_ids.masked_fill(unknown, 0)].float()  # [n, m, G, D, 2]
+    empty = (page_ids < 0) | (page_ids >= bounds.shape[0])  # nothing there, or staging pages
+    span = bounds[page_ids.masked_fill(empty, 0)].float()  # [n, m, G, D, 2]
     step, low = span.permute(0, 2, 3, 1, 4).unbind(-1)  # [n, G, D, m]
     by_head = q.view(n, bounds.shape[1], -1, dim).float()
     score = by_head.clamp(min=0) @ (low + 15 * step) + by_head.clamp(max=0) @ low
     column = torch.arange(page_ids.shape[1], device=q.device)
+    unknown = (LARGEST - column.int()).view(torch.float32)
+    score = torch.where(score.isfinite().all(2), score.amax(2), unknown)
     last = ((lens - 1) // page_size)[:, None, None]
     kept = (column == 0) | (column > last - NEWEST)
-    return score.amax(2).masked_fill(kept, math.inf).masked_fill(column > last, -math.inf)
+    return score.masked_fill(kept, math.inf).masked_fill(column > last, -math.inf)
 
 
 def choose_columns(scores: Tensor, count: int) -> Tensor:

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from pagedkv.kernels.torch.select_pages import NEWEST, choose_columns
+from pagedkv.kernels.torch.select_pages import LARGEST, NEWEST, choose_columns
 
 from .codes import step_and_least
 from .launch import Launcher, Target, check_aligned, in_units, target_of
@@ -42,6 +42,7 @@ def _score_columns(
     HEAD_DIM: tl.constexpr,
     PAGE: tl.constexpr,
     NEWEST: tl.constexpr,
+    LARGEST: tl.constexpr,
     PARTS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -81,6 +82,9 @@ def _score_columns(
         else:
             scores = tl.dot(above, tl.trans(high), scores, input_precision="ieee")
         scores = tl.dot(below, tl.trans(low.to(dtype)), scores, input_precision="ieee")
+    # What is no number, or infinite, is above all.
+    unknown = (LARGEST - column).to(tl.float32, bitcast=True)
+    scores = tl.where(tl.abs(scores) < float("inf"), scores, unknown[None, :])
     scores = tl.where((offs_m < RATIO)[:, None], scores, float("-inf"))
     best = tl.max(scores, 0)
     best = tl.where((column == 0) | (column > last - NEWEST), float("inf"), best)
@@ -166,6 +170,7 @@ def _launcher(
         "HEAD_DIM": head_dim,
         "PAGE": page,
         "NEWEST": NEWEST,
+        "LARGEST": LARGEST,
         "PARTS": parts,
         "BLOCK_M": max(16, triton.next_power_of_2(num_heads // num_kv_heads)),
         "BLOCK_D": max(16, triton.next_power_of_2(head_dim // parts)),

@@ -4,11 +4,14 @@ import pytest
 import torch
 
 from pagedkv import CacheConfig, LayerGroup, PagedKVCache, paged_attention
+from pagedkv.kernels.c.library import missing
 from pagedkv.kernels.torch import select_pages as sparse
 from pagedkv.storage.key_bounds import PageBounds
 from tests.effort import few
 
 HEADS, DIM, LAYERS, P = 2, 32, 2, 16
+NO_C = pytest.mark.skipif(bool(missing()), reason=missing() or "there is a library")
+BACKENDS = ["torch", pytest.param("c", marks=NO_C)]
 FORMATS = ["dense", "int8", "fp8", "int4", ("int8", "int4")]
 
 
@@ -57,6 +60,29 @@ def test_the_first_and_newest_pages_are_read_whatever_their_bounds_and_the_best_
     assert choose(q, bounds, ids, lens, 5).tolist() == [[[0, 4, 7, 9, 10]]]
     bounds[2, :, :, 1] = 2.0
     assert choose(q, bounds, ids, lens, 4).tolist() == [[[0, 2, 9, 10]]]
+
+
+def test_pages_without_bounds_are_read_before_others_and_after_those_that_always_are():
+    bounds = torch.zeros(12, 1, DIM, 2)
+    bounds[[2, 8], :, 0, 1], bounds[3, :, 1, 1] = torch.nan, 1e30
+    ids, lens = torch.arange(12)[None], torch.tensor([10 * P + 1])
+    q = torch.ones(1, 3, DIM)
+    assert choose(q, bounds, ids, lens, 5).tolist() == [[[0, 2, 8, 9, 10]]]
+    bounds[:, :, 0, 1] = torch.inf
+    assert choose(q, bounds, ids, lens, 5).tolist() == [[[0, 1, 2, 9, 10]]]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_page_whose_keys_no_half_bounds_is_not_skipped(backend):
+    cache = PagedKVCache(config(read_tokens=4 * P), device="cpu", backend=backend)
+    seq, x = cache.add(), 0.01 * text(320)
+    x[0, :, 100, :, 0], x[1, :, 100] = -8e4, 7.0
+    x[0, :, 150, :, :2] = torch.tensor([-6.5e4, 1e4])  # whose bound is above the other's, cut off
+    feed(cache, [seq], [x])
+    new = torch.zeros(2, LAYERS, 1, HEADS, DIM)
+    new[1, ..., :2] = torch.tensor([-5.0, 1.0])
+    out = feed(cache, [seq], [new])[0]
+    assert (out[0, :HEADS] > 6.9).all()
 
 
 def test_each_kv_head_reads_what_its_query_heads_want_most():

@@ -105,7 +105,10 @@ def shapes() -> list[Shape]:
 def page_choice(
     heads: int, kv_heads: int, dim: int, dtype: torch.dtype, columns: int = 70
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, int]:
-    """Queries, bounds, ids and lengths of rows that choose pages, and the size of a page."""
+    """Queries, bounds, ids and lengths of rows that choose pages, and the size of a page.
+
+    Some bounds are no numbers, or infinite.
+    """
     pages, size = 5 * columns, 16
     source = torch.Generator().manual_seed(0)
     bounds = torch.rand(pages, kv_heads, dim, 2, generator=source).half()
@@ -116,5 +119,9 @@ def page_choice(
         row[-(-length // size) :] = 10**6  # of nobody
         row[0] = pages + 5  # a staging page
     bounds[ids[3, 30:32].long()] = torch.nan  # the newest, not complete
+    for at, bad in enumerate((torch.nan, torch.inf, -torch.inf)):  # of one channel of one head
+        for part in (0, 1):
+            bounds[ids[4, 5 + 9 * at + part].long(), at % kv_heads, at, part] = bad
     q = torch.randn(5, heads, dim, generator=source).to(dtype)
+    q[3, 1, 0] = torch.nan
     return q, bounds, ids, lens, size

@@ -12,6 +12,7 @@ from tests.effort import slow
 from tests.kernels.shapes import page_choice
 
 
+@pytest.mark.filterwarnings("ignore:invalid value encountered in matmul:RuntimeWarning")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(4, 2, 32), (8, 1, 64), (3, 3, 80)])
 def test_scores_are_those_of_the_twin(dtype, heads, kv_heads, dim):
