@@ -38,8 +38,7 @@ static void run(const Call *call, const Task *task, const int64_t *starts, float
     int32_t places[BLOCK];
     begin_tile(call, task, starts, &s, !few);
     int64_t last = s.last[task->count - 1];
-    const float *v = call->v_is_k ? s.k : s.v;
-    int64_t v_stride = call->v_is_k ? s.k_width : s.v_width;
+    int alike = s.first[0] == s.first[task->count - 1] && s.last[0] == last; /* rows, of one query say */
     for (int i = 0; i < BLOCK; i++) s.k_soon.rows[i] = s.v_soon.rows[i] = (const char *)call;
     memset(s.k, 0, 4 * BLOCK * (s.k_width + s.v_width)); /* also what no token fills */
     for (int64_t t = task->begin / BLOCK * BLOCK; t < task->end; t += BLOCK) {
@@ -53,26 +52,29 @@ static void run(const Call *call, const Task *task, const int64_t *starts, float
             foresee(call, &call->k, task, t + AHEAD, &s.k_soon);
             foresee(call, &call->v, task, t + AHEAD, &s.v_soon);
         }
-        const float *k_here = few ? in_place(call, &call->k, task, t, last, &first) : NULL;
-        const float *v_here = k_here ? in_place(call, &call->v, task, t, last, &first) : NULL;
-        if (v_here) {
-            for (int i = 0; i < BLOCK; i++) places[i] = (int32_t)(first + i);
-            few_rows(call, &s, task->count, places, k_here, call->k.data_slot, v_here, call->v.data_slot);
-            continue;
+        const float *k = few ? in_place(call, &call->k, task, t, last, &first) : NULL;
+        const float *v = k ? in_place(call, &call->v, task, t, last, &first) : NULL;
+        int64_t k_stride = call->k.data_slot, v_stride = call->v.data_slot;
+        if (v) for (int i = 0; i < BLOCK; i++) places[i] = (int32_t)(first + i);
+        else {
+            int64_t before = t < task->begin ? task->begin - t : 0;
+            int64_t count = (task->end - t < BLOCK ? task->end - t : BLOCK) - before;
+            if (count < BLOCK) {
+                memset(s.k, 0, 4 * BLOCK * (s.k_width + s.v_width));
+                for (int i = 0; i < BLOCK; i++) places[i] = -1;
+            }
+            k = s.k, k_stride = s.k_width;
+            v = call->v_is_k ? s.k : s.v, v_stride = call->v_is_k ? s.k_width : s.v_width;
+            read_block(call, &call->k, task, t + before, count, last, s.k + before * k_stride, k_stride, places + before);
+            if (!call->v_is_k)
+                read_block(call, &call->v, task, t + before, count, last, s.v + before * v_stride, v_stride, places + before);
         }
-        int64_t before = t < task->begin ? task->begin - t : 0;
-        int64_t count = task->end - t < BLOCK ? task->end - t : BLOCK;
-        if (before || count < BLOCK) {
-            memset(s.k, 0, 4 * BLOCK * (s.k_width + s.v_width));
-            for (int i = 0; i < BLOCK; i++) places[i] = -1;
-        }
-        float *k = s.k + before * s.k_width, *v_into = s.v + before * s.v_width;
-        read_block(call, &call->k, task, t + before, count - before, last, k, s.k_width, places + before);
-        if (!call->v_is_k)
-            read_block(call, &call->v, task, t + before, count - before, last, v_into, s.v_width, places + before);
-        if (few) few_rows(call, &s, task->count, places, s.k, s.k_width, v, v_stride);
-        else if (task->count <= LANES) many_rows(call, &s, 1, places, v, v_stride);
-        else many_rows(call, &s, 2, places, v, v_stride);
+        const float *numbers = alike ? v : numbers_of(&s, task->count, places, v, v_stride);
+        const int64_t stride = numbers == v ? v_stride : s.v_width;
+        if (few) few_rows(call, &s, task->count, places, k, k_stride, numbers, stride);
+        else if (task->count <= LANES) many_rows(call, &s, 1, places, numbers, stride);
+        else many_rows(call, &s, 2, places, numbers, stride);
+        if (numbers != v) add_others(&s, task->count, places, v, v_stride, !few);
     }
     if (holds) join(&s, task->count, !few);
     end_task(call, task, starts, &s, holds ? s.held_most : s.most, holds ? s.held_total : s.total,

@@ -18,7 +18,7 @@ INLINE void ask(const Soon *soon, int64_t d) {
 
 typedef struct {
     int64_t k_width, v_width; /* of decoded rows: head dims, up to whole vectors */
-    float *q, *k, *v, *turned, *weights, *weighed, *most, *total;
+    float *q, *k, *v, *turned, *numbers, *weights, *weighed, *most, *total;
     float *held, *held_most, *held_total; /* of the parts before, as those are of this one */
     int32_t *first, *last; /* tokens that each row sees */
     Soon k_soon, v_soon;
@@ -27,7 +27,7 @@ typedef struct {
 /* Sizes of a thread's scratch, in floats; each begins at a whole vector. */
 static int64_t scratch_floats(const Call *call) {
     int64_t k = (call->k.dim + LANES - 1) / LANES * LANES, v = (call->v.dim + LANES - 1) / LANES * LANES;
-    return MANY * (k + 2 * v) + BLOCK * (2 * k + v) + BLOCK * MANY + 6 * MANY;
+    return MANY * (k + 2 * v) + BLOCK * 2 * (k + v) + BLOCK * MANY + 6 * MANY;
 }
 
 static Scratch cut(const Call *call, float *memory) {
@@ -40,7 +40,8 @@ static Scratch cut(const Call *call, float *memory) {
     s.k = s.held + MANY * s.v_width;
     s.v = s.k + BLOCK * s.k_width;
     s.turned = s.v + BLOCK * s.v_width;
-    s.weights = s.turned + BLOCK * s.k_width;
+    s.numbers = s.turned + BLOCK * s.k_width;
+    s.weights = s.numbers + BLOCK * s.v_width;
     s.most = s.weights + BLOCK * MANY;
     s.total = s.most + MANY;
     s.held_most = s.total + MANY;
@@ -71,6 +72,37 @@ static void begin_tile(const Call *call, const Task *task, const int64_t *starts
         for (int64_t d = 0; d < dim; d++)
             s->q[in_lanes ? d * MANY + i : i * s->k_width + d] = element(call->q, from + d, call->type);
     }
+}
+
+/* ------------------------------------------------------------------ values that are no numbers */
+
+INLINE int is_number(float x) { return x - x == 0; }
+INLINE int sees(const Scratch *s, int64_t row, int32_t place) { return place >= s->first[row] && place <= s->last[row]; }
+
+/* The values of a block with zeros for what is no number, where some rows see tokens that others do not:
+   a weight of 0 does not hide it, 0 times infinity is none. Else the values as they lie. */
+static const float *numbers_of(const Scratch *s, int64_t rows, const int32_t *places, const float *v, int64_t stride) {
+    int apart = 0;
+    vi none = {0};
+    for (int t = 0; t < BLOCK; t++) apart |= places[t] >= 0 && !(sees(s, 0, places[t]) && sees(s, rows - 1, places[t]));
+    for (int t = 0; apart && t < BLOCK; t++)
+        for (int64_t d = 0; d < s->v_width; d += LANES) none |= ((vi)load(v + t * stride + d) & 0x7fffffff) >= 0x7f800000;
+    if (!any(none)) return v;
+    for (int t = 0; t < BLOCK; t++)
+        for (int64_t d = 0; d < s->v_width; d++)
+            s->numbers[t * s->v_width + d] = is_number(v[t * stride + d]) ? v[t * stride + d] : 0.0f;
+    return s->numbers;
+}
+
+/* Adds what `numbers_of` left out to the rows that see it. */
+static void add_others(const Scratch *s, int64_t rows, const int32_t *places, const float *v, int64_t stride,
+                       int in_lanes) {
+    for (int t = 0; t < BLOCK; t++)
+        for (int64_t d = 0; d < s->v_width; d++)
+            for (int64_t r = 0; r < rows && !is_number(v[t * stride + d]); r++)
+                if (sees(s, r, places[t]))
+                    s->weighed[in_lanes ? d * MANY + r : r * s->v_width + d] +=
+                        s->weights[in_lanes ? t * MANY + r : r * BLOCK + t] * v[t * stride + d];
 }
 
 /* ------------------------------------------------------------------ few rows */

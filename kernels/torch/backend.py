@@ -26,7 +26,7 @@ from . import page_coding as coded
 from . import select_pages as sparse
 from .buckets import Bucket
 from .page_coding import decode_pages, encode_pages, write_pages
-from .sdpa import attend, without_cudnn
+from .sdpa import attend, is_fine, unmoved, without_cudnn
 
 __all__ = [
     "copy_pages",
@@ -317,13 +317,18 @@ def _products(
     n, heads, new, dim = q.shape
     groups = k.shape[1]
     rows = q.float().reshape(n, groups, heads // groups * new, dim)
-    products = (rows @ k.float().transpose(2, 3)).view(n, groups, heads // groups, new, -1)
-    # Added, because that is several times faster than filling: what is hidden here is never NaN.
-    scores = scoring.scores(products, query, token).add_(mask.float().unsqueeze(2))
-    lse = scores.logsumexp(-1)
-    weights = scores.softmax(-1).view(n, groups, heads // groups * new, -1)
-    out = (weights @ v.float()).view(n, heads, new, -1).to(q.dtype)
-    return out, lse.view(n, heads, new)
+
+    def attended(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        products = (rows @ k.float().transpose(2, 3)).view(n, groups, heads // groups, new, -1)
+        # Added, because that is several times faster than filling.
+        scores = scoring.scores(products, query, token).add_(mask.float().unsqueeze(2))
+        lse = scores.logsumexp(-1)
+        weights = scores.softmax(-1).view(n, groups, heads // groups * new, -1)
+        out = (weights @ v.float()).view(n, heads, new, -1).to(q.dtype)
+        return out, lse.view(n, heads, new)
+
+    out, lse = attended(k, v)
+    return (out, lse) if is_fine(out) else unmoved(attended, k, v, mask)
 
 
 def _places(bucket: Bucket, start: int, stop: int, device: torch.device) -> tuple[Tensor, Tensor]:

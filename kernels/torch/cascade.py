@@ -39,20 +39,17 @@ def attend(
     v: Tensor,
     mask: Tensor | None,
     scale: float,
-    *,
-    causal: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Attention over plain tensors, and its natural log-sum-exp.
 
     Args:
         q: `[n, G, r, D]`, every query sees every key that `mask` (additive) does not hide.
-        causal: query i sees keys up to i alone.
         k, v: `[n, G, s, D]`.
 
     Returns:
         `[n, G, r, D]`, and `[n, G, r, 1]` float32.
     """
-    out, lse = attend_on_cpu(q, k, v, scale, mask=mask, causal=causal)
+    out, lse = attend_on_cpu(q, k, v, scale, mask=mask)
     return out.contiguous(), lse.unsqueeze(-1)
 
 

@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .cascade import attend, merge
-from .sdpa import without_cudnn
+from .cascade import merge
+from .sdpa import attend, attend_on_cpu, without_cudnn
 
 
 def attend_row(
@@ -34,7 +34,7 @@ def attend_row(
     first = next(past, None)
     with without_cudnn(q.device):
         if first is None:
-            return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)
+            return attend(q, k, v, scale, causal=True)
         out, lse = _attend(q, k, v, True, scale)
         while first is not None:
             other, other_lse = _attend(q, *first, False, scale)
@@ -48,8 +48,8 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tupl
     new, width = q.shape[2], v.shape[3]
     if q.device.type == "cpu":  # whose kernel asks for a V as wide as K
         wide = F.pad(v, (0, k.shape[3] - width))
-        out, lse = attend(q, k, wide, None, scale, causal=causal)
-        return out[..., :width], lse
+        out, lse = attend_on_cpu(q, k, wide, scale, causal=causal)
+        return out[..., :width], lse.unsqueeze(-1)
     if q.device.type == "cuda":
         out, lse, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(
             q, k, v, None, True, is_causal=causal, scale=scale

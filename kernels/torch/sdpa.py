@@ -2,7 +2,8 @@
 
 On a CPU the flash kernel returns zeros for a query of which every score is NaN, or every one minus
 infinity, or one infinity. A layer whose K or Q overflows would go unseen: what a prompt computed
-would be a number, and a later step's NaN.
+would be a number, and a later step's NaN. And any kernel multiplies a V that is no number with
+weights of 0: tokens would move rows that do not see them, and so what is kept of a prefix.
 
 On compute capability 10.0 cuDNN's returns wrong numbers, without an error, when models with fewer
 than 8 KV heads decode (torch 2.13): a few tokens look right, long texts do not. So any kernel but
@@ -12,7 +13,9 @@ cuDNN's may serve a call there.
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -36,9 +39,15 @@ def attend(
     plain = v.shape[3] == q.shape[3] and all(x.stride(3) == 1 for x in (q, k, v))
     if q.device.type == "cpu" and plain:
         return attend_on_cpu(q, k, v, scale, causal=causal, mask=mask)[0]
-    return F.scaled_dot_product_attention(
-        q, k, v, mask, is_causal=causal, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
-    )
+
+    def attended(k: Tensor, v: Tensor) -> tuple[Tensor, None]:
+        gqa = q.shape[1] != k.shape[1]
+        return F.scaled_dot_product_attention(
+            q, k, v, mask, is_causal=causal, scale=scale, enable_gqa=gqa
+        ), None
+
+    out, _ = found = attended(k, v)
+    return (found if is_fine(out) else unmoved(attended, k, v, mask, causal))[0]
 
 
 def attend_on_cpu(
@@ -55,19 +64,66 @@ def attend_on_cpu(
     Returns:
         `[n, H, new, D]`, NaN where a query sees no number, and the log-sum-exp `[n, H, new]`.
     """
-    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        q, k, v, attn_mask=mask, is_causal=causal, scale=scale
-    )
-    told = lse.isfinite() & (lse != 0)
-    if not told.all():  # 0 is what it says of queries without numbers, and rarely of another one
-        wrong = ~k.isfinite().all(-1)
-        if mask is not None:
-            seen = (wrong.unsqueeze(2) & (mask > -torch.inf)).any(-1)
-        else:
-            seen = wrong.cummax(2).values if causal else wrong.any(2, keepdim=True)
-        broken = ~q.isfinite().all(-1) | seen.repeat_interleave(q.shape[1] // k.shape[1], 1)
-        out = out.masked_fill((broken & ~told).unsqueeze(-1), torch.nan)
-    return out, lse
+
+    def attended(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        found: tuple[Tensor, Tensor]
+        found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            q, k, v, attn_mask=mask, is_causal=causal, scale=scale
+        )
+        return found
+
+    def honest(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        out, lse = attended(k, v)
+        broken = ~q.isfinite().all(-1) | _seen(~k.isfinite().all(-1), q.shape[1], mask, causal)
+        return out.masked_fill((broken & ~_told(lse)).unsqueeze(-1), torch.nan), lse
+
+    out, lse = attended(k, v)
+    fine = bool(_told(lse).all()) and (not (causal or mask is not None) or is_fine(out))
+    return (out, lse) if fine else unmoved(honest, k, v, mask, causal)
+
+
+def _told(lse: Tensor) -> Tensor:
+    """Where it is no 0: that it says of queries without numbers, and rarely of another one."""
+    return lse.isfinite() & (lse != 0)
+
+
+def is_fine(out: Tensor) -> bool:
+    """Whether all is numbers; on other devices than a CPU nobody waits for the answer."""
+    return out.device.type != "cpu" or bool(out.sum(dtype=torch.float32).isfinite())
+
+
+def unmoved(
+    attended: Callable[[Tensor, Tensor], tuple[Tensor, Any]],
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    causal: bool = False,
+) -> tuple[Tensor, Any]:
+    """Attention that tokens do not move which a query does not see, if it sees numbers alone.
+
+    A weight of 0 does not hide a value that is no number, and a mask that is added no such score.
+
+    Args:
+        attended: what is computed of K and V: `[n, H, new, D]`, and perhaps the log-sum-exp.
+    """
+    out, lse = found = attended(k, v)
+    bad_k, bad_v = (~x.isfinite() for x in (k, v))
+    bad = bad_k.any(-1) | bad_v.any(-1)
+    if not bad.any():
+        return found
+    seen = _seen(bad, out.shape[1], mask, causal)
+    other, sums = attended(k.masked_fill(bad_k, 0), v.masked_fill(bad_v, 0))
+    out = torch.where(seen.unsqueeze(-1), out, other)
+    return out, None if lse is None else torch.where(seen, lse, sums)
+
+
+def _seen(which: Tensor, heads: int, mask: Tensor | None, causal: bool) -> Tensor:
+    """Whether queries see some of the tokens `[n, G, s]`: `[n, H, new or 1]`."""
+    if mask is not None:
+        seen = (which.unsqueeze(2) & (mask > -torch.inf)).any(-1)
+    else:
+        seen = which.cummax(2).values if causal else which.any(2, keepdim=True)
+    return seen.repeat_interleave(heads // seen.shape[1], 1)
 
 
 class _WithoutCudnn:

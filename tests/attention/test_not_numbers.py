@@ -1,7 +1,7 @@
 """NaN and infinity in a layer's input: an answer that depends on them is NaN, and no other changes.
 
 What these tests alone find: a kernel that says 0 where there is no number, in a prompt say, while a
-later step says NaN. A row's NaN ends that row as an error.
+later step says NaN; and tokens that change those before them, whose pages others may share.
 """
 
 import itertools
@@ -64,22 +64,27 @@ def truth(q, k, v, scale, window):
     ("bad", "make", "name"),
     each_value([math.nan, math.inf, -math.inf], [one_group, window_only], STEPS),
 )
-def test_what_is_no_number_is_never_answered_by_one(bad, make, name, backend):
+def test_what_is_no_number_is_told_to_all_who_see_it_and_to_no_others(bad, make, name, backend):
     rows, config = STEPS[name], make(head_dim=D, max_sequences=2)
-    places = ("q", 0), ("q", -1), ("k", 0), ("k", -1), ("v", 3)
+    places = ("q", 0), ("q", -1), ("k", 0), ("k", -1), ("v", 3), ("v", -2)
     # One element makes scores infinite, all of them scores that are no number.
     for (part, token), broken in itertools.product(places, (1, D)):
         drawn = torch.Generator().manual_seed(5)
         parts = [torch.randn(len(rows), 12, heads, D, generator=drawn) for heads in (H, G, G)]
         clean = attended(backend, config, rows, parts)
-        parts["qkv".index(part)][0, token % sum(rows[0]), 0, :broken] = bad
+        token %= sum(rows[0])
+        parts["qkv".index(part)][0, token, 0, :broken] = bad
         found = attended(backend, config, rows, parts)
         past, new = rows[0]
         mine = [x[0, : past + new] for x in parts]
-        expected = truth(*mine, D**-0.5, config.groups[0].window)[past:]
+        window = config.groups[0].window
+        expected = truth(*mine, D**-0.5, window)[past:]
         said = found[0].isfinite() & found[0].ne(0)
         assert not (said & expected.isnan()).any(), (part, token, broken)
         assert not (expected.isnan() & found[0].eq(0)).any(), f"{part}: zeros for no number"
+        away = torch.arange(past, past + new) - token
+        sees = away == 0 if part == "q" else (away >= 0) & (away < (window or math.inf))
+        torch.testing.assert_close(found[0][~sees], clean[0][~sees])
         for row, other in enumerate(clean[1:], start=1):
             torch.testing.assert_close(found[row], other)
 

@@ -390,3 +390,17 @@ def test_pages_of_every_head_dim_and_dtype_with_a_kernel_are_accepted():
         check_pages(pages_of(LAYOUTS[0], (1, 2, 16, dim), torch.float16)[0])
     with pytest.raises(NotImplementedError, match="float64; bfloat16"):
         check_pages(pages_of(LAYOUTS[0], (1, 2, 16, 16), torch.float64)[0])
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
+def test_tokens_that_are_no_numbers_change_no_row_of_another_sequence():
+    """docs/kernels.md says which rows of their own they change."""
+    outs = []
+    for bad in (1.0, np.nan, np.inf):
+        step = step_of([(9, 9), (5, 21), (1, 30)])
+        for pages in (step.k_pages, step.v_pages):
+            pages[step.table[0, 0].long(), :, 4] *= bad
+        outs.append(attend(step)[0])
+    for other in outs[1:]:
+        assert not other[:9].isfinite().all()
+        assert torch.equal(other[9:], outs[0][9:])
