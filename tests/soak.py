@@ -308,12 +308,17 @@ def measured() -> tuple[int, int]:
 
 @contextmanager
 def interruptible() -> Iterator[None]:
-    """A timer presses Ctrl-C."""
-    before = signal.signal(signal.SIGALRM, lambda *_: signal.raise_signal(signal.SIGINT))
+    """A timer presses Ctrl-C, also where a shell has it ignored, as it has for jobs behind it."""
+    handlers = {
+        signal.SIGALRM: lambda *_: signal.raise_signal(signal.SIGINT),
+        signal.SIGINT: signal.default_int_handler,
+    }
+    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
     try:
         yield
     finally:
-        signal.signal(signal.SIGALRM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def soak(seconds: float, seed: int, say: Callable[[str], None]) -> None:

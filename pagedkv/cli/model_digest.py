@@ -118,7 +118,7 @@ def _settings(file: Path) -> Any:
     try:
         said = json.loads(file.read_bytes())
         return {name: value for name, value in said.items() if name not in UNTOLD}
-    except (ValueError, AttributeError):  # loading the model is going to fail with the reason
+    except (ValueError, AttributeError, RecursionError):  # loading the model says why
         return file.read_bytes().hex()
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import stat
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -32,7 +33,7 @@ SIDES = (
     "vocab_size", "hidden_size", "n_embd", "d_model", "intermediate_size", "ffn_dim", "n_inner",
     "num_attention_heads", "n_head", "num_heads", "n_heads", "num_key_value_heads", "head_dim",
 )  # fmt: skip
-MOST_HEADER = 100_000_000  # bytes; the format's own limit
+MOST_HEADER = 100_000_000  # bytes of JSON; the format's own limit
 BITS = {
     "BOOL": 8, "U8": 8, "I8": 8, "I16": 16, "U16": 16, "I32": 32, "U32": 32, "I64": 64, "U64": 64,
     "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8,
@@ -167,9 +168,9 @@ def _taken(folder: Path, config: Mapping[str, Any]) -> str | None:
 
 def _require_file(said_by: Path, what: str, name: Any) -> None:
     if not isinstance(name, str) or Path(name).name != name:
-        _fail(said_by, f"{what}: expected a file of this folder, got {name!r}")
-    if not (said_by.parent / name).is_file():
-        _fail(said_by, f"{what} is said to be in {name}, which is not there")
+        _fail(said_by, f"{what}: expected a file of this folder, got {name!r:.300}")
+    if not os.path.isfile(said_by.parent / name):  # Path.is_file raises where a name is too long
+        _fail(said_by, f"{what} is said to be in {name:.300}, which is not there")
 
 
 def found_in(model: str | Path) -> tuple[str, Checkpoint | dict[str, Any]]:
@@ -296,6 +297,9 @@ def _tensor(file: Path, name: str, entry: Any, begin: int) -> TensorRange:
 
 def _read_json(file: Path) -> dict[str, Any]:
     try:
+        found = file.stat()
+        if not stat.S_ISREG(found.st_mode) or found.st_size > MOST_HEADER:
+            _fail(file, f"expected a file of at most {MOST_HEADER:,} bytes")
         return _parse(file, file.read_bytes())
     except OSError as error:
         _fail(file, f"cannot be read: {error}")

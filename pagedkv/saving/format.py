@@ -33,6 +33,7 @@ MARK = "pagedkv.sequence"
 VERSION = 2
 WITHOUT_STATES = 1  # of files without recurrent states: older programs read these, too
 START = 1024  # bytes of a file that hold `MARK`, which is written before all else
+LONGEST = 1 << 24  # bytes of a header
 NO_DIGEST = "0" * 64
 DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
@@ -103,11 +104,16 @@ def read(path: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str, Tensor
     Raises:
         CorruptFileError, ForeignFileError, NewerFileError: it is not.
     """
-    with open(path, "rb") as file:
-        if not _is_ours(file.read(START)):  # perhaps many gigabytes of something else
+    with open(path, "rb", opener=_without_waiting) as file:
+        start, size = file.read(START), os.fstat(file.fileno()).st_size
+        if not _is_ours(start):  # perhaps many gigabytes of something else
             raise ForeignFileError(f"{path}: expected a sequence that PagedKVCache.save wrote")
+        file.seek(8)
+        text = file.read(min(LONGEST, int.from_bytes(start[:8], "little")))
+        if size != 8 + len(text) + _bytes_said(text):  # perhaps a terabyte of nothing behind it
+            raise CorruptFileError(f"{path}: its {size:,} bytes are not those of its header")
         file.seek(0)
-        data = bytearray(os.fstat(file.fileno()).st_size)
+        data = bytearray(size)
         file.readinto(data)
     header = verify(data, str(path))
     try:
@@ -135,6 +141,20 @@ def verify(data: bytes | bytearray, name: str = "file") -> dict[str, Any]:
     if version > VERSION:
         raise NewerFileError(f"{name}: format version {version}, this pagedkv reads {VERSION}")
     return header
+
+
+def _without_waiting(path: str, flags: int) -> int:
+    """Opens a file; a pipe that nobody writes to is empty."""
+    return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
+
+
+def _bytes_said(text: bytes) -> int:
+    """The bytes behind a header, as it says; -1 where it is damaged."""
+    try:
+        entries = [x for name, x in json.loads(text).items() if name != "__metadata__"]
+        return max((int(entry["data_offsets"][1]) for entry in entries), default=0)
+    except (ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError):
+        return -1
 
 
 def _is_ours(start: bytes | bytearray) -> bool:
@@ -188,7 +208,8 @@ def _tensors(data: bytearray) -> dict[str, Tensor]:
         if name == "__metadata__":
             continue
         dtype, shape, (start, stop) = DTYPES[entry["dtype"]], entry["shape"], entry["data_offsets"]
-        if not all(type(n) is int and 0 <= n < 2**63 for n in (start, stop, *shape)):
+        numbers = start, stop, *shape
+        if type(shape) is not list or not all(type(n) is int and 0 <= n < 2**63 for n in numbers):
             raise ValueError(f"{name}: expected whole numbers, got {entry!r:.200}")
         if prod(shape) * dtype.itemsize != stop - start or begin + stop > len(data):
             raise ValueError(f"{name}: its bytes are not those of {entry!r:.200}")

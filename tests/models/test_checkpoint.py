@@ -1,6 +1,7 @@
 """Where tensors lie, read from headers: right ranges, or an error that names file and tensor."""
 
 import json
+import os
 import random
 
 import pytest
@@ -99,6 +100,7 @@ def test_the_index_must_name_files_that_are_there_and_have_what_it_says(sharded)
         ({"z": "model-3.safetensors"}, "z is said to be in model-3.safetensors, which is not"),
         ({"z": "../model-2.safetensors"}, "z: expected a file of this folder"),
         ({"z": 2}, "z: expected a file of this folder"),
+        ({"z": "z" * 5000}, "z is said to be in z{300}, which is not"),
     ]:
         index.write_text(json.dumps({"weight_map": places | change}))
         with pytest.raises(CheckpointError, match=words):
@@ -166,6 +168,24 @@ def test_what_is_missing_is_named(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(CheckpointError, match=r"expected model\.safetensors"):
         Checkpoint.open(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors.index.json"])
+def test_what_is_no_file_of_json_is_not_read(name, sharded):
+    file, size = sharded / name, 10**12
+    with file.open("ab") as stream:
+        stream.truncate(size)  # holes; who reads it whole runs out of memory
+    with pytest.raises(CheckpointError, match=rf"{name}: expected a file of at most"):
+        Checkpoint.open(sharded)
+
+
+@pytest.mark.parametrize("place", ["/dev/zero", "pipe"])  # without an end, and without a beginning
+def test_a_configuration_that_is_no_file_is_not_read(place, folder):
+    (folder / "config.json").unlink()
+    os.mkfifo(folder / "pipe")
+    (folder / "config.json").symlink_to(place)
+    with pytest.raises(CheckpointError, match=r"config\.json: expected a file"):
+        Checkpoint.open(folder)
 
 
 @pytest.mark.parametrize(
