@@ -136,18 +136,22 @@ class PagedCache(LeasedRows):
         last_only = {"logits_to_keep": 1} if "logits_to_keep" in accepts else {}
         named = len(ids) == 1 and made.is_paged and not beside
         stored = named and made.kv.prefix_store is not None
-        if stored:
-            with made.kv.lock:
-                made._add_named(ids[0].cpu().numpy())
-        beside |= {cache_argument(model): made}
-        if stored and made.kv.config.states and ids.shape[1] - made.seen > 1:
-            # The same prefix is found up to its last token, where its state is kept.
-            model(input_ids=ids[:, made.seen : -1], use_cache=True, **beside, **last_only)
-            made.checkpoint()
-        model(input_ids=ids[:, made.seen :], use_cache=True, **beside, **last_only)
-        if stored:
-            with made.kv.lock:
-                made.kv.store(made.rows[0])
+        try:
+            if stored:
+                with made.kv.lock:
+                    made._add_named(ids[0].cpu().numpy())
+            beside |= {cache_argument(model): made}
+            if stored and made.kv.config.states and ids.shape[1] - made.seen > 1:
+                # The same prefix is found up to its last token, where its state is kept.
+                model(input_ids=ids[:, made.seen : -1], use_cache=True, **beside, **last_only)
+                made.checkpoint()
+            model(input_ids=ids[:, made.seen :], use_cache=True, **beside, **last_only)
+            if stored:
+                with made.kv.lock:
+                    made.kv.store(made.rows[0])
+        except BaseException:  # hooks miss an interrupt, and nobody else has it to close
+            made.close()
+            raise
         return made
 
     @classmethod

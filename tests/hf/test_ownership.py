@@ -145,6 +145,15 @@ def test_cache_that_goes_behind_an_interrupt_within_a_later_turn_leaves_nothing(
         keeper.kv.check()
 
 
+def test_an_interrupt_within_prefill_leaves_pages_that_a_loop_of_ones_own_can_use(model):
+    (prompt,) = prompts(9)
+    with PagedCache(model, **SIZES) as keeper:
+        with dying(model.lm_head, KeyboardInterrupt, False), pytest.raises(KeyboardInterrupt):
+            PagedCache.prefill(model, prompt, cache=keeper.kv)
+        assert keeper.kv.open_step is None
+        assert keeper.stats().sequences == 0
+
+
 # ------------------------------------------------------------------ several caches
 
 
