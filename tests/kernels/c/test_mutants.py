@@ -115,8 +115,8 @@ MUTANTS = {
     ),
     "a part in another place": (
         "select_pages.h",
-        "columns + c, scores,",
-        "columns + c - begin, scores,",
+        "columns + c + j] =",
+        "columns + c - begin + j] =",
     ),
     "the newest page alone is read": ("select_pages.h", "NEWEST = 2,", "NEWEST = 1,"),
     "the last ones of equal scores": ("select_pages.h", "equal-- > 0", "equal-- < 1"),
