@@ -19,6 +19,7 @@ from pagedkv.storage import Storage
 from .backend import backend_of
 from .call import Call
 from .checks import check_kv, checked, require_tensor
+from .chosen import chosen_of
 from .observe import observe
 
 
@@ -67,6 +68,7 @@ def paged_attention(
     scale: float | None = ...,
     softcap: float | None = ...,
     sinks: Tensor | None = ...,
+    indices: Tensor | None = ...,
     return_lse: Literal[False] = ...,
 ) -> Tensor: ...
 
@@ -82,6 +84,7 @@ def paged_attention(
     scale: float | None = ...,
     softcap: float | None = ...,
     sinks: Tensor | None = ...,
+    indices: Tensor | None = ...,
     return_lse: Literal[True],
 ) -> tuple[Tensor, Tensor]: ...
 
@@ -96,6 +99,7 @@ def paged_attention(
     scale: float | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    indices: Tensor | None = None,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Writes the step's K and V of one layer, then attends causally over each sequence's pages.
@@ -110,13 +114,18 @@ def paged_attention(
         scale: factor of the scores; default `D ** -0.5`.
         softcap: scores become `softcap * tanh(score / softcap)`.
         sinks: `[H]`, a score per head that takes its share of the weights and has no value.
+        indices: `[T, n]` int32 or int64, the places in its text of the tokens that each query
+            reads, in any order and each once. Others are not read (sparse attention). Those below
+            0 and behind the query itself do not count; a query with none reads itself. It is for
+            dense pages of layers without a window, none of which a policy gives up.
         return_lse: also return the natural log-sum-exp of the scores, the sink's included.
 
     Returns:
         `[T, H, D]` in the dtype of `q`, D that of `v`; with `return_lse` also `[T, H]` float32.
 
     Raises:
-        NotImplementedError: the Triton backend has no kernel for this many query heads a KV head.
+        NotImplementedError: the Triton backend has no kernel for this many query heads a KV head,
+            or there are `indices` in compiled code.
         ClosedStepError: the step was committed or aborted.
         ValueError, TypeError: a shape, device or dtype differs from the cache's.
         GradModeError: `q`, `k`, `v` or `sinks` require gradients.
@@ -133,10 +142,13 @@ def paged_attention(
         torch.Size([3, 4, 16])
     """
     if torch.compiler.is_compiling():
+        if indices is not None:
+            raise NotImplementedError("indices: expected None in compiled code")
         out, lse = _operator(q, k, v, step.handle, layer, scale, softcap, sinks)
     else:
         terms = _terms(q, scale, softcap, sinks)
-        out, lse = _attend(Call(q, k, v, step.at(layer), layer, terms, return_lse), step)
+        call = Call(q, k, v, step.at(layer), layer, terms, return_lse)
+        out, lse = _attend(call, step) if indices is None else _attend_chosen(call, indices)
     return (out, lse) if return_lse else out
 
 
@@ -263,6 +275,15 @@ def _attend(call: Call, whole: StepMetadata) -> tuple[Tensor, Tensor]:
     if step.queries is not None and group.window is None:
         observe(whole, layer, backend.page_mass(call, lse))
     return out, lse
+
+
+def _attend_chosen(call: Call, indices: Tensor) -> tuple[Tensor, Tensor]:
+    """Writes, and attends to the tokens with these places in their texts."""
+    call = checked(call)
+    require_tensor("indices", indices)
+    found = backend_of(call.step).attend_chosen(call, chosen_of(call, indices))
+    call.step.wrote.append(call.layer)
+    return found
 
 
 def _in_chunks(call: Call) -> Call:

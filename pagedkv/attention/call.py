@@ -58,6 +58,20 @@ class Call(NamedTuple):
         return pages
 
 
+class Chosen(NamedTuple):
+    """The tokens that the queries of a call read; `chosen.py` makes it of their places.
+
+    Attributes:
+        pages: the layer's K and V, `[slots, G, 1, D]`, views.
+        table: `[T, n]` int32, a page for each token, those of a query in the order of its text.
+        counts: `[T]` int32, how many there are of each query, at least 1.
+    """
+
+    pages: tuple[Tensor, Tensor]
+    table: Tensor
+    counts: Tensor
+
+
 class Backend(Protocol):
     """The parts of a layer's call that differ by backend, in the order they are called."""
 
@@ -81,6 +95,9 @@ class Backend(Protocol):
 
     def attend(self, call: Call, plan: Any) -> tuple[Tensor, Tensor]:
         """`[T, H, D]` in the dtype of `q`; the log-sum-exp `[T, H]`, valid if asked for."""
+
+    def attend_chosen(self, call: Call, chosen: Chosen) -> tuple[Tensor, Tensor]:
+        """`write`, then attends to the tokens given alone; results as those of `attend`."""
 
     def page_mass(self, call: Call, lse: Tensor) -> Tensor:
         """`[B, columns]` float32, the weight each page got from the queries that are watched.

@@ -20,10 +20,19 @@ from pagedkv.kernels.torch import backend as torch_kernels
 from pagedkv.step.metadata import StepMetadata
 
 from . import on_torch
-from .call import Call
+from .call import Call, Chosen
 from .on_torch import again, page_mass
 
-__all__ = ["again", "attend", "check", "page_mass", "plan", "write", "write_and_attend"]
+__all__ = [
+    "again",
+    "attend",
+    "attend_chosen",
+    "check",
+    "page_mass",
+    "plan",
+    "write",
+    "write_and_attend",
+]
 
 # Bytes of K and V that a layer has to be spared for torch's way to be sooner, measured on 2 x AMD
 # EPYC (Zen 4), 9/3 heads of 64 and 8/8, 16 and 64 rows (2026-11-26, docs/kernels.md).
@@ -104,6 +113,18 @@ def attend(call: Call, plan: Plan) -> tuple[Tensor, Tensor]:
         call.scoring,
         return_lse=call.return_lse,
         chosen=_chosen(call, plan),
+    )
+
+
+def attend_chosen(call: Call, chosen: Chosen) -> tuple[Tensor, Tensor]:
+    """Writes, then attends to the tokens given; results as those of `attend`."""
+    assert call.k is not None
+    assert call.v is not None
+    write(call.k, call.v, call.step, call.layer)
+    lens = chosen.counts.numpy()
+    return kernels.paged_attention(
+        *(call.q, *chosen.pages, chosen.table, np.ones_like(lens), lens, call.scoring),
+        return_lse=call.return_lse,
     )
 
 

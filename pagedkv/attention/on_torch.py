@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 from torch import Tensor
 
 from pagedkv.kernels.prefixes import Prefix, find_prefixes
@@ -16,7 +17,7 @@ from pagedkv.kernels.torch.page_mass import page_mass as mass_of_pages
 from pagedkv.step.metadata import StepMetadata
 from pagedkv.storage import Storage
 
-from .call import Call
+from .call import Call, Chosen
 
 Plan = tuple[list[Bucket], int]  # buckets of rows attended together, and elements of scratch
 
@@ -107,6 +108,21 @@ def attend(call: Call, plan: Plan) -> tuple[Tensor, Tensor]:
         call.scoring,
         return_lse=call.return_lse,
         bounds=storage.bounds.of(call.layer) if call.reads else None,
+    )
+
+
+def attend_chosen(call: Call, chosen: Chosen) -> tuple[Tensor, Tensor]:
+    """Writes, then attends to the tokens given; results as those of `attend`."""
+    assert call.k is not None
+    assert call.v is not None
+    write(call.k, call.v, call.step, call.layer)
+    (k, v), table, counts = chosen
+    lens = counts.cpu().numpy().astype("int64")
+    buckets = cut_step(np.ones_like(lens), lens, 1, None, _token_bytes(call), exact=False)
+    scratch = call.step.storage.scratch(scratch_elements(buckets, k.shape[1] * k.shape[3], 1))
+    return kernels.paged_attention(
+        *(call.q, None, None, k, v, table, buckets, scratch, call.scoring),
+        return_lse=call.return_lse,
     )
 
 

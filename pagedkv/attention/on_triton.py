@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from pagedkv.kernels.torch.page_mass import page_mass as mass_of_pages
@@ -17,7 +18,7 @@ from pagedkv.kernels.triton.launch import noted
 from pagedkv.step.metadata import StepMetadata
 from pagedkv.storage import Storage
 
-from .call import Call
+from .call import Call, Chosen
 
 
 class Plan(NamedTuple):
@@ -116,6 +117,21 @@ def attend(call: Call, plan: Plan) -> tuple[Tensor, Tensor]:
         lasting = step.config.page_size, plan.reads, bool((step.num_new == 1).all())
         chosen = kernels.chosen_table(q, bounds, table, lens, starts, *lasting)
     return kernels.attend(*_tensors(call), plan.work, call.scoring, chosen, plan.watched)
+
+
+def attend_chosen(call: Call, chosen: Chosen) -> tuple[Tensor, Tensor]:
+    """Writes, then attends to the tokens given; results as those of `attend`."""
+    (k, v), table, counts = chosen
+    starts = torch.arange(len(table) + 1, dtype=torch.int32, device=table.device)
+    tensors = call.q, k, v, table, counts, starts
+    work = kernels.plan(
+        *(counts, starts, call.q, k, v), num_new=[1] * len(table), max_kv=table.shape[1]
+    )
+    kernels.check_call(*tensors, work.geometry, call.scoring)
+    assert call.k is not None
+    assert call.v is not None
+    write(call.k, call.v, call.step, call.layer)
+    return kernels.attend(*tensors, work, call.scoring)
 
 
 def page_mass(call: Call, lse: Tensor) -> Tensor:
