@@ -167,7 +167,7 @@ class PackedModel:
         """
         carrier = self.carrier
         carrier.opened, carrier.complete = step, False
-        carrier.entered.clear()
+        carrier.mixers.begin_step()
         step.reads_prefixes = self._activations is None
         rows = step.last_rows if rows is None else rows
         every_row = len(rows) == step.num_tokens

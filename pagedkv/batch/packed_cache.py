@@ -15,12 +15,11 @@ from pagedkv.errors import UnsupportedModelError
 from pagedkv.hf.forward_cache import NAME, ForwardCache, changed_after_cache
 from pagedkv.hf.latent import paged_layer
 from pagedkv.hf.layer import PagedLayer
-from pagedkv.hf.mixers import index_of
 from pagedkv.hf.model import text_config
 from pagedkv.models import layer_kinds
 from pagedkv.step.metadata import StepMetadata
 
-from .packed_mixers import AbsentStates, MixerCall, PagedAbsentStates
+from .packed_mixers import AbsentStates, Mixers, PagedAbsentStates
 
 
 class PackedCache(ForwardCache):
@@ -34,9 +33,7 @@ class PackedCache(ForwardCache):
         self.transaction: object | None = None
         self.touched = False
         self.complete = False
-        # Where each state layer of the model stands in `CacheConfig.states`, and those entered.
-        self.states: dict[int, int] = {}
-        self.entered: set[int] = set()
+        self.mixers = Mixers(text_config(model))
         super().__init__(layers=self._layers())
 
     def _layers(self) -> list[Any]:
@@ -45,14 +42,16 @@ class PackedCache(ForwardCache):
         layers: list[Any] = []
         for i, kind in enumerate(layer_kinds(text_config(self.model))):
             if kind.state is not None:
-                self.states[i] = kind.state
+                self.mixers.states[i] = kind.state
             if kind.attention is None:
                 layers.append(AbsentStates(i))
                 continue
             at = kind.attention
             both = kind.state is not None
             layers.append(
-                PagedAbsentStates(self, at, windows[at], i) if both else paged_layer(self, at)
+                PagedAbsentStates(self, at, windows[at], i)
+                if both
+                else paged_layer(self, at, kind.indexer)
             )
         return layers
 
@@ -104,19 +103,11 @@ class PackedCache(ForwardCache):
 
     def enter_mixer(self, mixer: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
         """Calls the mixer for each row group; see `packed_mixers.py`."""
-        index = index_of(mixer)
-        if self.opened is None or index not in self.states or index in self.entered:
-            raise UnsupportedModelError(
-                f"layer {index}: {type(mixer).__name__} computed a state that nothing asked for, "
-                "or one twice in a forward"
-            )
-        self.entered.add(index)
-        return MixerCall(mixer, self.opened, self.states[index], args, kwargs).begin()
+        return self.mixers.enter(mixer, self.opened, args, kwargs)
 
     def require_complete(self) -> None:
         """Raises where a forward has left out layers of the cache it was given."""
-        if len(self.entered) < len(self.states):
-            missing = sorted(self.states.keys() - self.entered)
+        if missing := self.mixers.missing:
             raise UnsupportedModelError(
                 f"{type(self.model).__name__}: its forward computed no state in the layers "
                 f"{', '.join(map(str, missing))}, so these were not called by row"

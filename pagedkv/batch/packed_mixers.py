@@ -8,6 +8,8 @@ Each call gets the states of its rows, and what it leaves becomes the states aft
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,8 +20,9 @@ from transformers.cache_utils import LinearAttentionCacheLayerMixin
 from pagedkv.errors import UnsupportedModelError
 from pagedkv.hf.forward_cache import ForwardCache
 from pagedkv.hf.layer import PagedLayer
-from pagedkv.hf.mixers import StateView, index_of
+from pagedkv.hf.mixers import GramView, StateView, embeds_grams, index_of
 from pagedkv.kernels.sending import sent
+from pagedkv.models.states import end_of
 from pagedkv.step.metadata import StepMetadata
 
 
@@ -65,18 +68,26 @@ class MixerCall:
     of this object.
 
     Args:
-        layer: which of `CacheConfig.states`.
+        before: the states of all rows.
+        done: is given them as they are afterwards.
+        view: makes the cache of one call, of states or None.
         args, kwargs: the mixer's, with packed rows and the cache of the forward among them.
     """
 
     def __init__(
-        self, mixer: nn.Module, step: StepMetadata, layer: int, args: Any, kwargs: dict[str, Any]
+        self,
+        mixer: nn.Module,
+        step: StepMetadata,
+        before: list[Tensor],
+        done: Callable[[list[Tensor]], None],
+        view: Callable[[list[Tensor] | None], StateView],
+        args: Any,
+        kwargs: dict[str, Any],
     ) -> None:
-        self.mixer, self.step, self.layer, self.args, self.kwargs = mixer, step, layer, args, kwargs
-        assert step.states is not None, "a model with mixers has states"
-        device = step.states.device_of(layer)
+        self.mixer, self.before, self.done, self.view = mixer, before, done, view
+        self.args, self.kwargs = args, kwargs
+        device = before[0].device
         self.groups = step.memo(("row groups", device), lambda: row_groups(step, device))
-        self.before = step.read_state(layer)
         self.views: list[StateView] = []
         self.outputs: list[Any] = []
 
@@ -91,7 +102,7 @@ class MixerCall:
 
     def _arguments(self, group: RowGroup) -> tuple[Any, dict[str, Any]]:
         """The mixer's arguments with the rows and states of a group in place of the packed ones."""
-        view = StateView(index_of(self.mixer), self._states_of(group))
+        view = self.view(self._states_of(group))
         self.views.append(view)
 
         def of_group(name: str, value: Any) -> Any:
@@ -99,16 +110,20 @@ class MixerCall:
                 return view
             if not isinstance(value, Tensor):
                 return value
-            if name not in ("0", "hidden_states"):
+            if name not in ("0", "hidden_states") and not self._is_ids(value):
                 raise UnsupportedModelError(
                     f"{name}: the mixer {type(self.mixer).__name__} of layer "
                     f"{index_of(self.mixer)} gets a tensor that may not have a part for each row"
                 )
             packed = value[0] if group.places is None else value[0, group.places]
-            return packed.reshape(-1, group.width, packed.shape[-1])
+            return packed.reshape(-1, group.width, *packed.shape[1:])
 
         args = tuple(of_group(str(i), value) for i, value in enumerate(self.args))
         return args, {name: of_group(name, value) for name, value in self.kwargs.items()}
+
+    def _is_ids(self, value: Tensor) -> bool:
+        """Whether these are the ids of all tokens, of which n-grams are made."""
+        return embeds_grams(self.mixer) and not value.is_floating_point() and value.ndim == 2
 
     def _states_of(self, group: RowGroup) -> list[Tensor] | None:
         if not group.has_state:
@@ -122,7 +137,7 @@ class MixerCall:
         after = [view.states() for view in self.views]
         rows = [group.rows for group in self.groups]
         states = [_joined(parts, rows) for parts in zip(*after)]
-        self.step.write_state(self.layer, states, donate=True)
+        self.done(states)
         if isinstance(output, Tensor):
             return self._packed(self.outputs)
         return tuple(self._packed(parts) for parts in zip(*self.outputs))
@@ -142,6 +157,65 @@ def _joined(parts: Any, places: list[Tensor | None]) -> Tensor:
     for part, at in zip(parts, places):
         out[at] = part
     return out
+
+
+class Mixers:
+    """The mixers of a model in the steps of packed rows.
+
+    Where a module embeds n-grams in front of a layer's own mixer, the layer's states are of both,
+    and those of the module stand last.
+
+    Args:
+        text: the configuration of the model's decoder.
+
+    Attributes:
+        states: by layer, which of `CacheConfig.states` is its own.
+    """
+
+    def __init__(self, text: Any) -> None:
+        self.states: dict[int, int] = {}
+        self._end = end_of(text)
+        self._entered: set[tuple[int, bool]] = set()
+        # By layer, what its own mixer finds, and what the module before it has left.
+        self._parts: dict[int, tuple[list[Tensor], list[Tensor]]] = {}
+
+    def begin_step(self) -> None:
+        """Forgets which mixers were entered."""
+        self._entered.clear()
+        self._parts.clear()
+
+    @property
+    def missing(self) -> list[int]:
+        """The layers whose states nothing computed in this step."""
+        return sorted(self.states.keys() - {index for index, grams in self._entered if not grams})
+
+    def enter(
+        self, mixer: nn.Module, step: StepMetadata | None, args: Any, kwargs: dict[str, Any]
+    ) -> Any:
+        """Calls a mixer for each row group; the arguments that it is to run with for the last."""
+        index, grams = index_of(mixer), embeds_grams(mixer)
+        if step is None or index not in self.states or (index, grams) in self._entered:
+            raise UnsupportedModelError(
+                f"layer {index}: {type(mixer).__name__} computed a state that nothing asked for, "
+                "or one twice in a forward"
+            )
+        self._entered.add((index, grams))
+        layer = self.states[index]
+        if grams:
+            *own, convolved, ids = step.read_state(layer)
+            left: list[Tensor] = []
+            self._parts[index] = own, left
+            of_grams = partial(GramView, index, end=self._end)
+            call = MixerCall(mixer, step, [convolved, ids], left.extend, of_grams, args, kwargs)
+            return call.begin()
+        if index not in self._parts:
+            self._parts[index] = step.read_state(layer), []
+        own, left = self._parts.pop(index)
+
+        def write(states: list[Tensor]) -> None:
+            step.write_state(layer, [*states, *left], donate=True)
+
+        return MixerCall(mixer, step, own, write, partial(StateView, index), args, kwargs).begin()
 
 
 class AbsentStates(LinearAttentionCacheLayerMixin):

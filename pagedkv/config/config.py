@@ -297,6 +297,11 @@ class CacheConfig(Sizes):
             raise UnsupportedModelError("config: no layer has K and V, so there is nothing to page")
         dtype = _dtype_name(overrides.get("dtype") or field_of(text, "dtype") or "float32")
         alone = overrides.get("retention") is not None
+        if alone and any(kind.indexer is not None for kind in kinds):
+            raise UnsupportedModelError(
+                "retention: expected None, since this model itself chooses what its queries read "
+                "of all tokens"
+            )
         shape = paged_layers(kinds, kv_shapes(text, kinds), alone)
         shape |= {
             "dtype": dtype,

@@ -79,12 +79,14 @@ def over_pages(
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
+    indices: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Attends to what a layer has staged and to the pages.
 
     Args:
         s_aux: `[H]`, attention sinks.
+        indices: a handle of the tokens that queries read, if the mask has none; None for all.
 
     Returns:
         `[B, q, H, D]`, zeros for padding tokens; no weights.
@@ -104,6 +106,9 @@ def over_pages(
             f"{layer.window}"
         )
     terms = {"scale": scaling, "softcap": softcap, "sinks": s_aux}
+    chosen = layer.chosen(indices if mask.chosen is None else mask.chosen)
+    if chosen is not None:
+        terms["indices"] = chosen
     return staged.attend(query, mask.padding, **terms), None
 
 

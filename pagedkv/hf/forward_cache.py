@@ -90,6 +90,15 @@ class ForwardCache(Cache):
         return shared_layers(text_config(self.model))
 
     @property
+    def position_ids(self) -> Tensor:
+        """Absent: models that would add the positions of a forward to it begin with those."""
+        raise AttributeError("position_ids")
+
+    @position_ids.setter
+    def position_ids(self, value: Tensor) -> None:
+        pass
+
+    @property
     def is_paged(self) -> bool:
         """Whether the model attends over pages; another attention gets K and V as a whole."""
         return bool(text_config(self.model)._attn_implementation == NAME)

@@ -21,6 +21,7 @@ from .forward_cache import NAME, ForwardCache, changed_after_cache
 _aten = torch.ops.aten
 SIZES = {_aten.sym_size, _aten.size, _aten.sym_numel, _aten.numel, _aten.sym_stride, _aten.stride}
 ASKED = {_aten.dim: 4, _aten.is_contiguous: True}  # also where the shape is not told
+ANDS = {_aten.bitwise_and, _aten.__and__}
 MOVES = {_aten.alias, _aten.detach, _aten.to, _aten._to_copy}
 
 
@@ -117,6 +118,36 @@ class KVHandle(Handle):
         raise changed_after_cache(layer, str(function))
 
 
+class ChosenHandle(Handle):
+    """The tokens that an indexer chose, between it and the attention function.
+
+    To the model it is what its indexer returned of all rows: a mask of them, or their places.
+
+    Attributes:
+        layer: the index of the layer among those with K and V.
+        places: `[T, n]`, where they stand in their texts; -1 for none.
+    """
+
+    layer: int
+    places: Tensor
+
+    @classmethod
+    def made(cls, layer: int, places: Tensor, of_row: Tensor, mask: MaskHandle) -> ChosenHandle:
+        """The handle of what an indexer returned for the last row, `of_row`, and for the others."""
+        as_rows = *mask.shape[:-2], mask.shape[-2], places.shape[1]
+        shape = mask.shape if of_row.dtype == torch.bool else as_rows
+        handle = cls.of(shape, of_row.dtype, of_row.device)
+        handle.layer, handle.places = layer, places
+        return handle
+
+    def computed(self, function: Any, args: Any, kwargs: Any) -> Any:
+        """Raises: a choice that was changed would not be the one that attention reads by."""
+        raise UnsupportedModelError(
+            f"layer {self.layer}: this model computes with the tokens that its indexer chose "
+            f"({function}), which paged attention reads as they are"
+        )
+
+
 class MaskHandle(Handle):
     """A mask that was made for a forward with a cache of ours: `[B, 1, q, seen + q]`.
 
@@ -124,11 +155,13 @@ class MaskHandle(Handle):
         cache: whose forward it is for.
         sights: how far a query sees by it; a short text looks the same by several.
         padding: `[B, seen + q]`, False for padding; None without padding.
+        chosen: the tokens that are seen of those; None for all.
     """
 
     cache: ForwardCache
     sights: Sequence[Sight]
     padding: Tensor | None
+    chosen: ChosenHandle | None = None
 
     @classmethod
     def made(
@@ -152,6 +185,12 @@ class MaskHandle(Handle):
         if kind is _aten.slice and args[1] == 2 and args[3] >= shape[2]:
             shape[2] = len(range(shape[2])[args[2] :])
             return self._like(shape)
+        if kind is _aten.select and args[1:] == (1, 0) and len(shape) == 4:  # the axis of heads
+            return self._like([shape[0], *shape[2:]])
+        if kind in ANDS and isinstance(args[1], ChosenHandle):
+            both = self._like(shape)
+            both.chosen = args[1]
+            return both
         raise UnsupportedModelError(
             f"attention_mask: this model computes with the mask ({function}), so that it would not "
             "be the one that paged attention reads pages by"

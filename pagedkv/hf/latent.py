@@ -30,6 +30,7 @@ from pagedkv.kernels.torch.expanded import attend_row
 from pagedkv.step.metadata import StepMetadata
 
 from .forward_cache import ForwardCache
+from .indexers import IndexedLayer
 from .layer import PagedLayer
 from .placement import is_plain
 from .staged import Staged
@@ -139,11 +140,23 @@ class LatentLayer(PagedLayer):
         return k[..., :rank], k[..., rank:]
 
 
-def paged_layer(cache: ForwardCache, index: int) -> PagedLayer:
-    """A layer of a cache, for the model's layer of this index among those with K and V."""
+class IndexedLatents(IndexedLayer, LatentLayer):
+    """One layer of a cache that is given latents, of which queries read chosen ones."""
+
+
+def paged_layer(cache: ForwardCache, index: int, keys: int | None = None) -> PagedLayer:
+    """A layer of a cache, for the model's layer of this index among those with K and V.
+
+    Args:
+        keys: the layer of the cache that has its index keys; None if it has none.
+    """
     config = cache.kv.config
-    latent = config.shapes[config.group_of[index]].v_is_k
-    return (LatentLayer if latent else PagedLayer)(cache, index, config.windows[index])
+    latent, window = config.shapes[config.group_of[index]].v_is_k, config.windows[index]
+    if keys is None:
+        return (LatentLayer if latent else PagedLayer)(cache, index, window)
+    layer = (IndexedLatents if latent else IndexedLayer)(cache, index, window)
+    layer.keys_layer = keys
+    return layer
 
 
 class Halves(NamedTuple):

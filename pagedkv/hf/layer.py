@@ -8,6 +8,7 @@ rows with different padding share pages.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -95,9 +96,8 @@ class PagedLayer(CacheLayerMixin):
     ) -> tuple[Tensor, Tensor]:
         """Stages K and V `[B, G, q, D]` and returns their handles, or a dense gather."""
         cache = self.cache
-        if self.is_first and not (cache.touched and cache.forward_layer == -1):
-            enter(cache)
-            cache.touched = True
+        if self.is_first:
+            self.begin()
         elif cache.forward_layer != self.index - 1:
             raise UnsupportedModelError(
                 f"layer {self.index} was updated after layer {cache.forward_layer}: this model "
@@ -111,6 +111,26 @@ class PagedLayer(CacheLayerMixin):
         if not cache.forward_is_paged:
             return self.write_dense(key_states, value_states)
         return self.stage(key_states, value_states)
+
+    def begin(self) -> None:
+        """Begins a forward with the first layer, unless something before it has."""
+        cache = self.cache
+        if self.is_first and not (cache.touched and cache.forward_layer == -1):
+            enter(cache)
+            cache.touched = True
+
+    def open(self, shape: Sequence[int], padding: Tensor | None) -> None:
+        """Opens the step of a forward with the first layer; see `ForwardCache.open_step`."""
+        if self.is_first:
+            cache = self.cache
+            with by_hand(cache):
+                cache.open_step(shape, padding)
+
+    def chosen(self, handle: Any) -> Tensor | None:
+        """Returns the tokens that queries read, by a handle of them; None for all."""
+        if handle is not None:
+            raise UnsupportedModelError(f"layer {self.index}: it has no index keys to choose by")
+        return None
 
     def stage(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
         """Stages K and V and returns their handles."""
@@ -128,7 +148,7 @@ class PagedLayer(CacheLayerMixin):
 
     def end_by_hand(self, cache: ForwardCache) -> None:
         """Commits after the last layer when a caller runs layers one by one and no hook fires."""
-        passed = cache.forward_layer + 1 == cache.kv.config.num_layers
+        passed = cache.forward_layer + 1 == len(cache.paged)
         if cache.transaction is None and passed and cache.all_attended_again:
             with by_hand(cache):
                 cache.commit_step()

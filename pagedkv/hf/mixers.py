@@ -8,7 +8,8 @@ the cache it was made with, if that is one of ours; the calls of others pass unt
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Set
+from functools import cache
 from typing import Any
 
 import torch
@@ -19,17 +20,35 @@ from transformers.cache_utils import Cache, LinearAttentionLayer
 from .forward_cache import ForwardCache
 
 _CALLED = {"update_conv_state", "update_recurrent_state"}
+_CALLED_BY_INDEXERS = {"update_indexer"}
 
 
-def mixers_of(model: nn.Module) -> dict[int, list[nn.Module]]:
-    """The mixers of each layer, by the layer's index."""
+def mixers_of(model: nn.Module, called: Set[str] = _CALLED) -> dict[int, list[nn.Module]]:
+    """The mixers of each layer, by the layer's index.
+
+    Args:
+        called: methods of a cache, of which they call one.
+    """
     found: dict[int, list[nn.Module]] = {}
+    within: set[nn.Module] = set()  # modules of a mixer, which calls them by row
     for module in model.modules():
-        forward = inspect.unwrap(type(module).forward)
-        names = getattr(getattr(forward, "__code__", None), "co_names", ())
-        if _CALLED.intersection(names) and hasattr(module, "layer_idx"):
+        kind: Any = type(module)
+        if module in within or not hasattr(module, "layer_idx"):
+            continue
+        if called & _called_by(kind):
             found.setdefault(index_of(module), []).append(module)
+            within.update(module.modules())
     return found
+
+
+@cache
+def _called_by(kind: Any) -> Set[str]:
+    """The names that the methods of a class name, but for those that all modules have."""
+    own = {getattr(kind, name) for name in dir(kind) if name not in dir(nn.Module)}
+    codes = (
+        getattr(inspect.unwrap(x), "__code__", None) for x in {*own, kind.forward} if callable(x)
+    )
+    return {name for code in codes if code is not None for name in code.co_names}
 
 
 def index_of(mixer: nn.Module) -> int:
@@ -39,12 +58,14 @@ def index_of(mixer: nn.Module) -> int:
 
 
 def watch_mixers(model: nn.Module) -> list[RemovableHandle]:
-    """Puts the hooks on a model's mixers."""
+    """Puts the hooks on a model's mixers and indexers."""
     handles = []
-    for mixers in mixers_of(model).values():
-        for mixer in mixers:
-            handles.append(mixer.register_forward_pre_hook(before_mixer, with_kwargs=True))
-            handles.append(mixer.register_forward_hook(after_mixer, with_kwargs=True))
+    kinds = (_CALLED, before_mixer), (_CALLED_BY_INDEXERS, before_indexer)
+    for called, before in kinds:
+        for mixers in mixers_of(model, called).values():
+            for mixer in mixers:
+                handles.append(mixer.register_forward_pre_hook(before, with_kwargs=True))
+                handles.append(mixer.register_forward_hook(after_mixer, with_kwargs=True))
     return handles
 
 
@@ -58,9 +79,19 @@ def before_mixer(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
+def before_indexer(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Hook that an indexer runs before its forward; the arguments that it is called with instead.
+
+    What it does with each row alone is in `indexers.py`.
+    """
+    cache = _first(ForwardCache, args, kwargs)
+    return None if cache is None else cache.layers[index_of(module)].choose(module, args, kwargs)
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def after_mixer(module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> Any:
     """Hook that a mixer runs after its forward; the output that its caller gets instead."""
-    view = _first(StateView, args, kwargs)
+    view = _first(View, args, kwargs)
     if view is None or view.finish is None:
         return None
     # A copy of an attached model has the hooks twice once it is attached as well.
@@ -83,19 +114,24 @@ class _OneCall(LinearAttentionLayer):
         return recurrent_states
 
 
-class StateView(Cache):
+class View(Cache):
+    """A cache for one call of one module: it has what that reads, and nothing else.
+
+    Attributes:
+        finish: makes the output that the caller of the module gets; None: the module's own.
+    """
+
+    finish: Callable[[Any], Any] | None = None
+
+
+class StateView(View):
     """A cache for one call of one mixer: it has the states of that layer and nothing else.
 
     Args:
         index: the layer's.
         states: `[B, *shape]` each, of the convolution first, then recurrent; the mixer writes into
             them. None for rows without tokens.
-
-    Attributes:
-        finish: makes the output that the caller of the mixer gets; None: the mixer's own.
     """
-
-    finish: Callable[[Any], Any] | None = None
 
     def __init__(self, index: int, states: list[Tensor] | None) -> None:
         self._layer = layer = _OneCall()
@@ -113,3 +149,34 @@ class StateView(Cache):
         """The states that the mixer left, in the same order."""
         both = self._layer.conv_states[0], self._layer.recurrent_states[0]
         return [state for state in both if state is not None]
+
+
+class GramView(StateView):
+    """A cache for one call of a module that embeds n-grams: what it convolves, and its last ids.
+
+    Args:
+        states: both, as `models/states.py` says. None for rows without tokens.
+        end: the id of the end of a text.
+    """
+
+    def __init__(self, index: int, states: list[Tensor] | None, end: int) -> None:
+        self._layer = layer = _OneCall(number_of_states=3)
+        self._end = end
+        Cache.__init__(self, layers=[None] * index + [layer])
+        if states is None:
+            return
+        held = states[0], states[1].long() + end
+        layer.device, layer.dtype = held[0].device, held[0].dtype
+        for i, state in enumerate(held, 1):  # 0 is that of the layer's own mixer
+            layer.has_previous_state[i] = layer.is_conv_states_initialized[i] = True
+            layer.conv_states[i], layer.conv_kernel_size[i] = state, state.shape[-1]
+
+    def states(self) -> list[Tensor]:
+        """Both, as the module left them."""
+        convolved, ids = self._layer.conv_states[1], self._layer.conv_states[2]
+        return [convolved, (ids - self._end).float()]
+
+
+def embeds_grams(mixer: nn.Module) -> bool:
+    """Whether a mixer embeds n-grams of ids, beside the layer's own mixer."""
+    return hasattr(mixer, "ple_embedding")

@@ -65,7 +65,8 @@ def placement_of(model: PreTrainedModel, home: torch.device) -> Placement:
     """
     kinds, found = layer_kinds(_text(model)), _of_layers(model, home)
     each = [min(found.get(i, {home}), key=str) for i in range(len(kinds))]
-    layers = (place for kind, place in zip(kinds, each) if kind.attention is not None)
+    layers = [place for kind, place in zip(kinds, each) if kind.attention is not None]
+    layers += [place for kind, place in zip(kinds, each) if kind.indexer is not None]
     states = (place for kind, place in zip(kinds, each) if kind.state is not None)
     return Placement(home, tuple(layers), tuple(states))
 

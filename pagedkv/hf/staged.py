@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
@@ -15,7 +16,6 @@ from pagedkv.step.metadata import StepMetadata
 
 from .forward_cache import ForwardCache, changed_after_cache, other_model
 from .model import text_config
-from .transaction import by_hand
 
 
 class StagingLayer(Protocol):
@@ -30,6 +30,12 @@ class StagingLayer(Protocol):
     @property
     def cache(self) -> ForwardCache:
         """The cache of the layer."""
+
+    def open(self, shape: Sequence[int], padding: Tensor | None) -> None:
+        """Opens the step of a forward with the first layer."""
+
+    def chosen(self, handle: Any) -> Tensor | None:
+        """Returns the tokens that queries read, by a handle of them; None for all."""
 
     def end_by_hand(self, cache: ForwardCache) -> None:
         """Commits after the last layer when the caller runs layers one by one."""
@@ -104,9 +110,7 @@ class Staged:
         if layer.staged is not self or query.shape[0] != self.k.shape[0]:
             raise changed_after_cache(layer.index)
         layer.staged = None
-        if layer.is_first:
-            with by_hand(cache):
-                cache.open_step(self.k.shape, mask)
+        layer.open(self.k.shape, mask)
         if cache.opened is None:  # every token of this chunk is padding
             out = query.new_zeros(*query.transpose(1, 2).shape[:3], self.width)
         else:

@@ -19,6 +19,7 @@ from transformers.cache_utils import LinearAttentionLayer
 from pagedkv.arrays import Bools
 from pagedkv.errors import UnsupportedModelError
 from pagedkv.models import facts_of, layer_kinds
+from pagedkv.models.states import end_of
 from pagedkv.step.metadata import StepMetadata
 
 from .forward_cache import ForwardCache
@@ -32,18 +33,20 @@ from .transaction import enter
 def make_layers(cache: ForwardCache) -> list[Any]:
     """The layers of a cache, one for each layer of its model's decoder."""
     text, windows = text_config(cache.model), cache.kv.config.windows
-    if not cache.kv.config.states:
-        return [paged_layer(cache, i) for i in range(len(windows))]
-    states = getattr(text, "number_of_conv_states", 1)
+    tensors = [len(layer.tensors) for layer in cache.kv.config.states]
+    most = getattr(text, "number_of_conv_states", 1)
     made: list[Any] = []
     for kind in layer_kinds(text):
         attention, state = kind.attention, kind.state
+        # Of a model with embeddings of n-grams most layers have none, and one state.
+        states = 1 if state is None or tensors[state] < most else most
         if attention is not None and state is not None:
             made.append(HybridLayer(cache, attention, windows[attention], state, states))
         elif attention is not None:
-            made.append(paged_layer(cache, attention))
+            made.append(paged_layer(cache, attention, kind.indexer))
         elif state is not None:
-            made.append(StateLayer(cache, state, states))
+            grams = tensors[state] > states > 1
+            made.append(StateLayer(cache, state, states, end_of(text) if grams else None))
         else:
             made.append(EmptyLayer())
     return made
@@ -62,14 +65,22 @@ class StateLayer(LinearAttentionLayer):
     Args:
         index: of the layer among those with a state.
         number_of_states: states that transformers keeps apart within the layer.
+        end: the id of the end of a text, where the last state is of ids; see `models/states.py`.
     """
 
     is_compileable = False  # else masks are made as for a static cache
     is_croppable = False
     staged: Any = None
 
-    def __init__(self, cache: ForwardCache, index: int, number_of_states: int = 1) -> None:
+    def __init__(
+        self,
+        cache: ForwardCache,
+        index: int,
+        number_of_states: int = 1,
+        end: int | None = None,
+    ) -> None:
         self._owner = weakref.ref(cache)
+        self._end = end
         self.state_index = index
         self._loaded = self.visited = False
         LinearAttentionLayer.__init__(self, number_of_states=number_of_states)
@@ -91,6 +102,8 @@ class StateLayer(LinearAttentionLayer):
         for i in range(self.number_of_states):
             both = self._conv[i], self._recurrent[i]
             held += [x if rows is None else x[list(rows)] for x in both if x is not None]
+        if self._end is not None:
+            held[-1] = (held[-1] - self._end).float()
         step.write_state(self.state_index, held)
 
     # Attributes that models read and write directly: dicts by the number of the state.
@@ -166,10 +179,13 @@ class StateLayer(LinearAttentionLayer):
         tensors = iter(cache.kv.read_state(cache.rows, self.state_index))
         shapes = len(cache.kv.config.states[self.state_index].tensors)
         for i in range(self.number_of_states):
-            self._conv[i] = conv = next(tensors)
+            conv = next(tensors)
+            if self._end is not None and i == self.number_of_states - 1:
+                conv = conv.long() + self._end
+            self._conv[i] = conv
             self.is_conv_states_initialized[i] = self._has_previous[i] = True
             self.conv_kernel_size[i] = conv.shape[-1]
-            if shapes > self.number_of_states:
+            if i < shapes - self.number_of_states:
                 self._recurrent[i] = next(tensors)
                 self.is_recurrent_states_initialized[i] = True
             self.device, self.dtype = conv.device, conv.dtype

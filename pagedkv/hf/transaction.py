@@ -159,7 +159,7 @@ class Transaction:
         for layer in cache.paged:
             if layer.staged is not None:
                 raise changed_after_cache(layer.index)
-        layers, passed = cache.kv.config.num_layers, cache.forward_layer + 1
+        layers, passed = len(cache.paged), cache.forward_layer + 1
         if passed == layers:
             if not cache.all_attended_again:
                 raise UnsupportedModelError(

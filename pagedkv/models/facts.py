@@ -12,6 +12,7 @@ from typing import Literal
 States = Literal[
     "delta rule", "kimi delta", "mamba1", "mamba2", "short convolution", "convolved attention"
 ]
+Indexer = Literal["tokens", "blocks"]
 Rule = Literal[
     "every nth", "indices", "periods", "none", "convolutions", "all", "kimi", "sixths", "listed"
 ]
@@ -29,7 +30,10 @@ class Facts:
         stepwise: several tokens behind a state lose it.
         shares_block: layers share a block, whose heads are twice as wide.
         latent: it gives a cache its latents (MLA) and expands them behind it. Others give it
-            expanded K and V, and choose tokens by an indexer.
+            expanded K and V.
+        indexer: each of its layers with K and V keeps index keys beside them, by which it chooses
+            the tokens that a query reads: one by one, or in blocks, whose keys are averaged and
+            rotated anew each time, so that this takes the positions of whole rows.
         sinks: `s_aux` is one more score per head, without a value, in otherwise plain attention.
             Others that pass one select or compress their keys behind the cache, extend the mask, or
             are not causal. The torch backend computes such scores explicitly.
@@ -56,6 +60,7 @@ class Facts:
     stepwise: bool = False
     shares_block: bool = False
     latent: bool = False
+    indexer: Indexer | None = None
     sinks: bool = False
     twice_in_windows: bool = False
     layers: Rule | None = None
@@ -148,7 +153,8 @@ FACTS: dict[str, Facts] = {
     "qwen3_5_text": _DELTA,
     "qwen3_next": _DELTA,
     "qwen3_vl_moe_text": Facts(experts_with_layer=True),
-    "qwen4_exp": Facts(text_alone=True),
+    "qwen4_exp": _TWO_PARTS,
+    "qwen4_exp_text": replace(_DELTA, indexer="blocks"),
     "sarvam_mla": _LATENT,
     "youtu": _LATENT,
     "zamba": replace(_SHARED_BLOCK, states="mamba1", stepwise=True),

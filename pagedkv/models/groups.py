@@ -59,13 +59,15 @@ def paged_layers(
 ) -> dict[str, Any]:
     """Fields of a `CacheConfig`: how many layers have K and V, their shape and their groups.
 
-    Groups are of layers with the same window and shape, those without a window first.
+    Groups are of layers with the same window and shape, those without a window first. Index keys
+    are layers of their own, behind all others.
 
     Args:
-        shapes: of the layers with K and V; what differs from the first one's is said by a group.
+        shapes: as `kv_shapes` says them; what differs from the first one's is said by a group.
         alone: layers without a window are a group each, so that each evicts pages of its own.
     """
     sights = [(kind.window, kind.chunked) for kind in kinds if kind.attention is not None]
+    sights += [(None, False) for kind in kinds if kind.indexer is not None]
     members: dict[Any, list[int]] = {}
     for i, (sight, shape) in enumerate(zip(sights, shapes)):
         own = i if alone and sight[0] is None else None

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, Literal, NamedTuple
 
 from pagedkv.errors import UnsupportedModelError
 
+from .facts import facts_of
 from .seen import seen_of
 
 Keeps = Literal["attention", "state", "both", "none"]
@@ -13,12 +15,15 @@ Keeps = Literal["attention", "state", "both", "none"]
 # By the names of transformers' configurations, and by older ones that files still have.
 KEEPS: dict[str, Keeps] = {
     "full_attention": "attention", "sliding_attention": "attention", "attention": "attention",
-    "chunked_attention": "attention",
+    "chunked_attention": "attention", "indexed_attention": "attention",
+    "qwen_sparse_attention": "attention",
     "linear_attention": "state", "conv": "state", "mamba": "state",
     "hybrid": "both", "hybrid_sliding": "both", "moe": "none", "mlp": "none",
 }  # fmt: skip
 WINDOWED = {"sliding_attention", "hybrid_sliding"}
 CHUNKED = "chunked_attention"
+# Of layers that choose the tokens they read, by an indexer that the facts of their type name.
+INDEXED = {"indexed_attention", "qwen_sparse_attention"}
 
 
 class Sight(NamedTuple):
@@ -47,6 +52,8 @@ class LayerKind(NamedTuple):
         attention: its index among the layers with K and V; None if it has none.
         state: its index among the layers with a state; None if it has none.
         chunked: the window begins anew at every multiple of it.
+        indexer: the layer of the cache that has its index keys, behind all with K and V; None if it
+            chooses no tokens.
     """
 
     keeps: Keeps
@@ -54,6 +61,7 @@ class LayerKind(NamedTuple):
     attention: int | None = None
     state: int | None = None
     chunked: bool = False
+    indexer: int | None = None
 
 
 def layer_kinds(text: Any) -> list[LayerKind]:
@@ -71,8 +79,8 @@ def layer_kinds(text: Any) -> list[LayerKind]:
         return list(seen.kinds)
     names = _names(text)
     names = names[: len(names) - shared_layers(text)]
-    strange = sorted(set(names) - set(KEEPS))
-    if strange:
+    kind = field_of(text, "model_type")
+    if strange := strange_kinds(names, kind):
         raise ValueError(f"config: layers of kind {', '.join(strange)} keep no pages")
     found: list[LayerKind] = []
     attentions = states = 0
@@ -90,7 +98,18 @@ def layer_kinds(text: Any) -> list[LayerKind]:
         )
         attentions += attends
         states += remembers
-    return found
+    if facts_of(kind).indexer is None:
+        return found
+    return [
+        layer if layer.attention is None else layer._replace(indexer=attentions + layer.attention)
+        for layer in found
+    ]
+
+
+def strange_kinds(names: Iterable[str], kind: object) -> list[str]:
+    """Returns which of these kinds of layers keep what no pages do in a type of model, sorted."""
+    served = KEEPS.keys() if facts_of(kind).indexer else KEEPS.keys() - INDEXED
+    return sorted(set(names) - served)
 
 
 def window_of(text: Any, name: str) -> int | None:

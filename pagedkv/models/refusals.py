@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from .facts import facts_of, types_with
-from .kinds import KEEPS, field_of
+from .kinds import KEEPS, field_of, strange_kinds
 from .seen import seen_of
 
 ENCODER_DECODER = "encoder-decoder models keep a second cache for cross-attention"
@@ -66,7 +66,7 @@ def of_type(found: Mapping[str, Any], outer: Mapping[str, Any], kinds: Sequence[
     kind, whole = (str(config.get("model_type", "")) for config in (found, outer))
     facts = facts_of(kind)
     states = {name for name in kinds if KEEPS.get(name) in ("state", "both")}
-    strange = sorted(set(kinds) - KEEPS.keys() | (set() if facts.states else states))
+    strange = strange_kinds(kinds, kind) + ([] if facts.states else sorted(states))
     text, model = SimpleNamespace(**found), SimpleNamespace(**{**found, **outer})
     if reason := of_attention(text, model) or of_latents(text):
         return reason

@@ -41,7 +41,7 @@ class KVShape(NamedTuple):
 
 
 def kv_shapes(text: Any, kinds: Sequence[LayerKind]) -> list[KVShape]:
-    """The shape of K and V in each layer that has them.
+    """The shape of K and V in each layer that has them, and behind them of each one's index keys.
 
     Args:
         text: a decoder's configuration, with the attributes of transformers' configurations.
@@ -52,6 +52,8 @@ def kv_shapes(text: Any, kinds: Sequence[LayerKind]) -> list[KVShape]:
     """
     if (seen := seen_of(text)) is not None:
         return list(seen.shapes)
+    width = field_of(text, "indexer_head_dim") or field_of(text, "index_head_dim")
+    index = [KVShape(1, width, width, v_is_k=True) for kind in kinds if kind.indexer is not None]
     if rank := field_of(text, "kv_lora_rank"):
         if not facts_of(field_of(text, "model_type")).latent:
             raise UnsupportedModelError(
@@ -59,9 +61,10 @@ def kv_shapes(text: Any, kinds: Sequence[LayerKind]) -> list[KVShape]:
                 f"{', '.join(types_with('latent'))}, not for {field_of(text, 'model_type')}"
             )
         latent = KVShape(1, rank + field_of(text, "qk_rope_head_dim"), rank, v_is_k=True)
-        return [latent for kind in kinds if kind.attention is not None]
+        return [latent for kind in kinds if kind.attention is not None] + index
     layers = _layers(text, len(kinds))
-    return [_shape(layers[i], kind) for i, kind in enumerate(kinds) if kind.attention is not None]
+    own = [_shape(layers[i], kind) for i, kind in enumerate(kinds) if kind.attention is not None]
+    return own + index
 
 
 def require_shape(text: Any) -> None:

@@ -40,11 +40,17 @@ def state_tensors(text: Any, dtype: str) -> tuple[Tensors, ...]:
         raise UnsupportedModelError(f"config: the recurrent states of {family} are not known")
     try:
         tensors = FORMS[form](text, dtype)
+        grams = field_of(text, "ple_layer_ids") or ()  # counted from 1
+        beside = _ngrams(text, dtype) if grams else ()
     except (AttributeError, TypeError) as error:  # a size that is absent, or None
         raise ValueError(
             f"config: a size for the states of {family} is missing: {error}"
         ) from error
-    return (tensors,) * count
+    return tuple(
+        tensors + beside if i in grams else tensors
+        for i, kind in enumerate(layer_kinds(text), 1)
+        if kind.state is not None
+    )
 
 
 def _delta_rule(c: Any, dtype: str) -> Tensors:
@@ -55,6 +61,22 @@ def _delta_rule(c: Any, dtype: str) -> Tensors:
     channels = 2 * keys * key_dim + values * value_dim
     convolved = (channels, c.linear_conv_kernel_dim), dtype
     return convolved, ((values, key_dim, value_dim), "float32")
+
+
+def end_of(text: Any) -> int:
+    """The id of the end of a text, of which n-grams in front of a text are made."""
+    told = field_of(text, "eos_token_id")
+    return int((told[0] if isinstance(told, (list, tuple)) else told) or 0)
+
+
+def _ngrams(c: Any, dtype: str) -> Tensors:
+    """Channels that a layer with embeddings of n-grams still convolves, and its last ids.
+
+    Ids are kept as their distance from that of the end of a text, which stands before a text: zeros
+    are the state of none. Below 2**24 float32 has them exactly.
+    """
+    channels, last = c.hc_count * c.hidden_size, (c.ple_conv_kernel_size - 1) * c.ngram_size
+    return ((channels, last), dtype), ((c.ngram_size - 1,), "float32")
 
 
 def _kimi_delta(c: Any, dtype: str) -> Tensors:

@@ -164,7 +164,7 @@ class Costs:
     @cached_property
     def _latent(self) -> bool:
         """Whether pages keep latents."""
-        return any(shape.v_is_k for shape in self._cache.shapes)
+        return bool(self.c.shapes[0].v_is_k)
 
     def slot(self, placement: Placement) -> int:
         """Bytes of one slot of the ring; 0 if nothing streams."""

@@ -91,7 +91,7 @@ def _shared_out(plan: Outcome, whole: ModelShape) -> list[str]:
     """Says what each of several ranks holds."""
     every, here = ({s.num_kv_heads for s in x.settings.shapes} for x in (whole, plan.shape))
     heads = f"{max(here)} of {max(every)} KV heads"
-    if any(shape.v_is_k for shape in whole.settings.shapes):
+    if whole.settings.shapes[0].v_is_k:
         heads = "all latents"
     lines = [
         f"it fits on {plan.ranks} devices under torchrun: each holds "

@@ -1,0 +1,255 @@
+"""Indexers: the modules of a model that choose the tokens which a query reads.
+
+An indexer scores all tokens of a text by keys of its own. These are one more layer of the same
+cache, so forks, prefixes and files have them without knowing of them. The module itself is called
+row by row, as if each row were alone: with its tokens, the keys that pages hold of it, and a mask.
+What it chooses goes on as a handle, and reaches attention as places of tokens in their texts.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
+
+from pagedkv.attention.api import write_kv
+from pagedkv.errors import UnsupportedModelError
+from pagedkv.models import facts_of
+from pagedkv.step.metadata import StepMetadata
+
+from .forward_cache import ForwardCache
+from .handles import ChosenHandle, MaskHandle, as_mask
+from .layer import PagedLayer
+from .mixers import View
+from .model import text_config
+
+FAR = 0.02  # of cosines: roundings of bfloat16 differ by less, those of other positions by more
+
+
+class IndexedLayer(PagedLayer):
+    """One layer of a cache whose queries read chosen tokens.
+
+    Attributes:
+        keys_layer: the layer of the cache that has its index keys.
+    """
+
+    keys_layer: int
+
+    @property
+    def indexer_position_ids(self) -> None:
+        """None, whatever a model sets: where tokens of a row stand is known without it."""
+
+    @indexer_position_ids.setter
+    def indexer_position_ids(self, value: Tensor | None) -> None:
+        pass
+
+    def open(self, shape: Any, padding: Tensor | None) -> None:
+        """Does nothing: its indexer, which comes first, has opened the step."""
+
+    def choose(self, indexer: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Called before its indexer: the arguments that this is to run with instead."""
+        cache = self.cache
+        if not cache.is_paged:
+            raise UnsupportedModelError(
+                f"layer {self.index}: its index keys are in pages, where paged attention alone "
+                "reads; the model was switched to another one"
+            )
+        masks = (x for x in (*args, *kwargs.values()) if isinstance(x, MaskHandle))
+        mask = as_mask(next(masks, None), cache)
+        self.begin()
+        PagedLayer.open(self, (mask.shape[0], 1, mask.shape[-2]), mask.padding)
+        return _Call(self, indexer, args, kwargs, mask).begin()
+
+    def chosen(self, handle: Any) -> Tensor:
+        """`[T, n]`, the places that its indexer chose, by the handle that attention was given."""
+        if not isinstance(handle, ChosenHandle) or handle.layer != self.index:
+            raise UnsupportedModelError(
+                f"layer {self.index}: what its indexer chose did not reach paged attention"
+            )
+        return handle.places
+
+
+class IndexView(View):
+    """A cache for one call of an indexer: it has the keys of one row.
+
+    Args:
+        held: `[1, n, D]`, of the tokens before.
+
+    Attributes:
+        keys: `[1, n, D]`, of the new tokens, once the indexer has made them.
+    """
+
+    keys: Tensor
+
+    def __init__(self, held: Tensor | None) -> None:
+        super().__init__(layers=[])
+        self._held = held
+
+    def update_indexer(self, indexer_key_states: Tensor, layer_idx: int) -> Tensor:
+        """All keys of the row."""
+        self.keys = indexer_key_states
+        return self.keys if self._held is None else torch.cat([self._held, self.keys], 1)
+
+
+class _Row(NamedTuple):
+    """A row of a step.
+
+    Attributes:
+        number: among the rows.
+        tokens: its packed tokens.
+        length: tokens of its text, the new ones included.
+    """
+
+    number: int
+    tokens: slice
+    length: int
+
+    @property
+    def new(self) -> int:
+        """Its new tokens."""
+        return int(self.tokens.stop - self.tokens.start)
+
+
+class _Call:
+    """An indexer's work in one step.
+
+    The call that the model makes computes the last row; those before it are computed by this.
+    """
+
+    def __init__(
+        self,
+        layer: IndexedLayer,
+        indexer: nn.Module,
+        args: Any,
+        kwargs: dict[str, Any],
+        mask: MaskHandle,
+    ) -> None:
+        self.layer, self.indexer, self.args, self.kwargs = layer, indexer, args, kwargs
+        self.cache, self.mask = layer.cache, mask
+        self.opened = self.cache.opened
+        self.views: list[IndexView] = []
+        self.outputs: list[Tensor] = []
+
+    def begin(self) -> tuple[Any, dict[str, Any]]:
+        """Computes all rows but the last; the arguments of the last."""
+        # Where all tokens are padding the module runs on one of them, for nothing.
+        rows = [None] if self.opened is None else _rows(self.opened, self.layer.keys_layer)
+        for row in rows[:-1]:
+            args, kwargs = self._arguments(row)
+            self.outputs.append(self.indexer.forward(*args, **kwargs))
+        arguments = self._arguments(rows[-1])
+        self.views[-1].finish = self._finish
+        return arguments
+
+    def _arguments(self, row: _Row | None) -> tuple[Any, dict[str, Any]]:
+        """The module's arguments for a row as if it were alone."""
+        self.views.append(view := IndexView(None if row is None else self._held(row)))
+
+        def of_row(value: Any) -> Any:
+            if isinstance(value, ForwardCache):
+                return view
+            if isinstance(value, MaskHandle):
+                return self._mask_of(row, value)
+            if isinstance(value, Tensor):
+                return self._part_of(row, value)
+            if isinstance(value, tuple):
+                return self._rotary_of(row, tuple(self._part_of(row, x) for x in value))
+            return value
+
+        return tuple(map(of_row, self.args)), {k: of_row(x) for k, x in self.kwargs.items()}
+
+    def _held(self, row: _Row) -> Tensor:
+        """The keys that pages hold of a row: `[1, n, D]`."""
+        assert self.opened is not None
+        layer, count = self.layer.keys_layer, row.length - row.new
+        step = self.opened.at(layer)
+        ids = step.page_table(step.group_of(layer))[row.number]
+        by_slot = step.storage.layer(layer)[0].transpose(1, 2)
+        held = by_slot.index_select(0, ids[: -(-count // step.config.page_size)])
+        return held.flatten(0, 2)[None, :count]
+
+    def _part_of(self, row: _Row | None, x: Tensor) -> Tensor:
+        """The tokens of a row, `[1, n, ...]`, of `[B, q, ...]`."""
+        if row is None:
+            return x[:1, :1]
+        packed = self.cache.packed(x.flatten(2)[:, None] if x.ndim > 2 else x[:, None, :, None])
+        return packed[row.tokens].reshape(1, row.new, *x.shape[2:])
+
+    def _mask_of(self, row: _Row | None, mask: MaskHandle) -> Tensor:
+        """A causal mask of a row, with as many axes as that of all rows."""
+        n, length = (1, 1) if row is None else (row.new, row.length)
+        seen = torch.ones(n, length, dtype=torch.bool, device=mask.device).tril(length - n)
+        return seen[(None,) * (mask.ndim - 2)]
+
+    def _rotary_of(self, row: _Row | None, new: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Rotary embeddings of a row's new tokens, or of all where the indexer takes those.
+
+        Raises:
+            UnsupportedModelError: its positions are not places in a text, as where images are.
+        """
+        model = self.cache.model
+        if row is None or facts_of(text_config(model).model_type).indexer != "blocks":
+            return new
+        assert self.opened is not None
+
+        def build() -> tuple[Tensor, ...]:
+            places = torch.arange(row.length, device=new[0].device)
+            whole: tuple[Tensor, ...] = rotary_of(model)(new[0], places.expand(3, 1, -1))
+            if any((x[:, -row.new :] - y).abs().max() > FAR for x, y in zip(whole, new)):
+                raise UnsupportedModelError(
+                    "position_ids: expected the places of tokens in their texts, by which index "
+                    "keys are rotated; images, whose tokens share positions, are not served"
+                )
+            return whole
+
+        whole: tuple[Tensor, ...] = self.opened.memo(("rotary", row.number, new[0].device), build)
+        return whole
+
+    def _finish(self, output: Tensor) -> ChosenHandle:
+        """Writes the new keys, and hands on what was chosen."""
+        outputs, layer, like = [*self.outputs, output], self.layer.keys_layer, self.mask
+        chosen = output.new_empty(0, 1, dtype=torch.int32)
+        if self.opened is not None:
+            keys = torch.cat([view.keys[0] for view in self.views])[:, None]
+            write_kv(keys, keys, self.opened, layer)
+            places = [place for out in outputs for place in _places(out)]
+            chosen = pad_sequence(places, batch_first=True, padding_value=-1)
+        return ChosenHandle.made(self.layer.index, chosen, output, like)
+
+
+def _rows(step: StepMetadata, layer: int) -> list[_Row | None]:
+    """The rows of a step."""
+    lens, stop, rows = step.kv_lens_of(step.group_of(layer)).tolist(), 0, []
+    for number, (new, length) in enumerate(zip(step.num_new.tolist(), lens)):
+        rows.append(_Row(number, slice(stop, stop + new), length))
+        stop += new
+    return [*rows]
+
+
+def _places(output: Tensor) -> list[Tensor]:
+    """The tokens that each query of a row reads, by what an indexer returned.
+
+    Args:
+        output: a mask of them `[1, 1, n, length]`, or themselves `[1, n, k]`.
+    """
+    if output.dtype != torch.bool:
+        return list(output[0])
+    mask = output[0, 0]
+    _, tokens = mask.nonzero(as_tuple=True)
+    return list(tokens.int().split(mask.sum(1).tolist()))
+
+
+_ROTARY: weakref.WeakKeyDictionary[nn.Module, weakref.ref[nn.Module]] = weakref.WeakKeyDictionary()
+
+
+def rotary_of(model: nn.Module) -> Any:
+    """The module of a model's decoder that makes rotary embeddings of positions."""
+    if model not in _ROTARY:
+        config = text_config(model)
+        parts = (part for part in model.modules() if getattr(part, "config", None) is config)
+        found: Any = next(part.rotary_emb for part in parts if hasattr(part, "rotary_emb"))
+        _ROTARY[model] = weakref.ref(found)
+    return _ROTARY[model]()
