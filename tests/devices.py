@@ -70,6 +70,8 @@ class Devices:
             return torch.device("meta")
         if (staged := getattr(tensor, "staged", None)) is not None:  # a handle has no storage
             tensor = staged.k
+        if (places := getattr(tensor, "places", None)) is not None:  # another one
+            tensor = places
         found = self._places.get(tensor.untyped_storage()._cdata)
         return HOST if found is None else found[1]
 

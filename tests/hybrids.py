@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 import transformers
 from transformers import PreTrainedModel
 
@@ -79,6 +80,16 @@ HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
         | {"num_experts_per_tok": 1, "moe_intermediate_size": 16}
         | {"layer_types": _DELTA["layer_types"]},
     ),
+    # Index keys choose 8 tokens and those of a block that is not full; n-grams.
+    "qwen4_exp": (
+        "Qwen4ExpText",
+        {**_DELTA, **_QWEN_EXPERTS, "head_dim": 8, "eos_token_id": 99, "hc_count": 2}
+        | {"hc_lowrank": 8, "layer_types": ["linear_attention", "full_attention"] * 2}
+        | {"indexer_n_heads": 4, "indexer_kv_heads": 1, "indexer_head_dim": 8}
+        | {"indexer_compress_ratio": 4, "indexer_budget": 8, "ple_layer_ids": [3]}
+        | {"ple_embed_dim": 32, "heads_per_ngram": 2, "ngram_vocab_size_base": 50}
+        | {"make_ngram_vocab_size_divisible_by": 8},
+    ),
     "jamba": (
         "Jamba",
         {**_SHAPE, "num_experts": 2, "mamba_d_state": 6, "mamba_dt_rank": 4}
@@ -107,6 +118,9 @@ def hybrid(family: str, **fields: Any) -> PreTrainedModel:
     config = hybrid_config(family, **fields)
     name = HYBRIDS[family][0].removesuffix("Text")
     model = getattr(transformers, f"{name}ForCausalLM")(config).eval()
+    for parameter in model.parameters():
+        if parameter.dim() > 1 and not parameter.any():  # zeros would hide what they multiply
+            torch.nn.init.normal_(parameter, 0, 0.3)
     model.generation_config.eos_token_id = None
     model.generation_config.pad_token_id = 0
     return model

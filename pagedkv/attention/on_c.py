@@ -121,7 +121,7 @@ def attend_chosen(call: Call, chosen: Chosen) -> tuple[Tensor, Tensor]:
     assert call.k is not None
     assert call.v is not None
     write(call.k, call.v, call.step, call.layer)
-    lens = chosen.counts.numpy()
+    lens = chosen.counts.cpu().numpy()
     return kernels.paged_attention(
         *(call.q, *chosen.pages, chosen.table, np.ones_like(lens), lens, call.scoring),
         return_lse=call.return_lse,

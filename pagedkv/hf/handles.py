@@ -136,7 +136,7 @@ class ChosenHandle(Handle):
         """The handle of what an indexer returned for the last row, `of_row`, and for the others."""
         as_rows = *mask.shape[:-2], mask.shape[-2], places.shape[1]
         shape = mask.shape if of_row.dtype == torch.bool else as_rows
-        handle = cls.of(shape, of_row.dtype, of_row.device)
+        handle = cls.of(shape, of_row.dtype, mask.device)
         handle.layer, handle.places = layer, places
         return handle
 

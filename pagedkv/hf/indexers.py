@@ -8,7 +8,6 @@ What it chooses goes on as a handle, and reaches attention as places of tokens i
 
 from __future__ import annotations
 
-import weakref
 from typing import Any, NamedTuple
 
 import torch
@@ -25,8 +24,6 @@ from .handles import ChosenHandle, MaskHandle, as_mask
 from .layer import PagedLayer
 from .mixers import View
 from .model import text_config
-
-FAR = 0.02  # of cosines: roundings of bfloat16 differ by less, those of other positions by more
 
 
 class IndexedLayer(PagedLayer):
@@ -76,22 +73,29 @@ class IndexView(View):
     """A cache for one call of an indexer: it has the keys of one row.
 
     Args:
-        held: `[1, n, D]`, of the tokens before.
+        held: `[1, n, D]`, what pages have of the tokens before: keys, perhaps with rotations.
 
     Attributes:
         keys: `[1, n, D]`, of the new tokens, once the indexer has made them.
+        rotary: cosines and sines of the new tokens; empty where pages do not have them.
     """
 
     keys: Tensor
 
     def __init__(self, held: Tensor | None) -> None:
         super().__init__(layers=[])
-        self._held = held
+        self.held = held
+        self.rotary: list[Tensor] = []
 
     def update_indexer(self, indexer_key_states: Tensor, layer_idx: int) -> Tensor:
         """All keys of the row."""
-        self.keys = indexer_key_states
-        return self.keys if self._held is None else torch.cat([self._held, self.keys], 1)
+        self.keys = new = indexer_key_states
+        return new if self.held is None else torch.cat([self.held[..., : new.shape[2]], new], 1)
+
+    @property
+    def written(self) -> Tensor:
+        """`[n, 1, D]`, what pages get of the new tokens."""
+        return torch.cat([self.keys, *self.rotary], -1).transpose(0, 1)
 
 
 class _Row(NamedTuple):
@@ -156,7 +160,7 @@ class _Call:
             if isinstance(value, Tensor):
                 return self._part_of(row, value)
             if isinstance(value, tuple):
-                return self._rotary_of(row, tuple(self._part_of(row, x) for x in value))
+                return self._rotary_of(view, tuple(self._part_of(row, x) for x in value))
             return value
 
         return tuple(map(of_row, self.args)), {k: of_row(x) for k, x in self.kwargs.items()}
@@ -184,36 +188,27 @@ class _Call:
         seen = torch.ones(n, length, dtype=torch.bool, device=mask.device).tril(length - n)
         return seen[(None,) * (mask.ndim - 2)]
 
-    def _rotary_of(self, row: _Row | None, new: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Rotary embeddings of a row's new tokens, or of all where the indexer takes those.
+    def _rotary_of(self, view: IndexView, new: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Cosines and sines of a row's new tokens, or of all where the indexer takes those.
 
-        Raises:
-            UnsupportedModelError: its positions are not places in a text, as where images are.
+        Blocks of keys are rotated once they are full, by the position of their first token. So
+        pages have the rotation of each token beside its key. Both halves of it are alike.
         """
-        model = self.cache.model
-        if row is None or facts_of(text_config(model).model_type).indexer != "blocks":
+        if facts_of(text_config(self.cache.model).model_type).indexer != "blocks":
             return new
-        assert self.opened is not None
-
-        def build() -> tuple[Tensor, ...]:
-            places = torch.arange(row.length, device=new[0].device)
-            whole: tuple[Tensor, ...] = rotary_of(model)(new[0], places.expand(3, 1, -1))
-            if any((x[:, -row.new :] - y).abs().max() > FAR for x, y in zip(whole, new)):
-                raise UnsupportedModelError(
-                    "position_ids: expected the places of tokens in their texts, by which index "
-                    "keys are rotated; images, whose tokens share positions, are not served"
-                )
-            return whole
-
-        whole: tuple[Tensor, ...] = self.opened.memo(("rotary", row.number, new[0].device), build)
-        return whole
+        view.rotary = [x[..., : x.shape[-1] // 2] for x in new]
+        if view.held is None:
+            return new
+        half = view.rotary[0].shape[-1]
+        held = view.held[..., -2 * half :].split(half, -1)
+        return tuple(torch.cat([torch.cat([x, x], -1), y], 1) for x, y in zip(held, new))
 
     def _finish(self, output: Tensor) -> ChosenHandle:
         """Writes the new keys, and hands on what was chosen."""
         outputs, layer, like = [*self.outputs, output], self.layer.keys_layer, self.mask
         chosen = output.new_empty(0, 1, dtype=torch.int32)
         if self.opened is not None:
-            keys = torch.cat([view.keys[0] for view in self.views])[:, None]
+            keys = torch.cat([view.written for view in self.views])
             write_kv(keys, keys, self.opened, layer)
             places = [place for out in outputs for place in _places(out)]
             chosen = pad_sequence(places, batch_first=True, padding_value=-1)
@@ -240,16 +235,3 @@ def _places(output: Tensor) -> list[Tensor]:
     mask = output[0, 0]
     _, tokens = mask.nonzero(as_tuple=True)
     return list(tokens.int().split(mask.sum(1).tolist()))
-
-
-_ROTARY: weakref.WeakKeyDictionary[nn.Module, weakref.ref[nn.Module]] = weakref.WeakKeyDictionary()
-
-
-def rotary_of(model: nn.Module) -> Any:
-    """The module of a model's decoder that makes rotary embeddings of positions."""
-    if model not in _ROTARY:
-        config = text_config(model)
-        parts = (part for part in model.modules() if getattr(part, "config", None) is config)
-        found: Any = next(part.rotary_emb for part in parts if hasattr(part, "rotary_emb"))
-        _ROTARY[model] = weakref.ref(found)
-    return _ROTARY[model]()

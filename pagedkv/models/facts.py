@@ -32,8 +32,8 @@ class Facts:
         latent: it gives a cache its latents (MLA) and expands them behind it. Others give it
             expanded K and V.
         indexer: each of its layers with K and V keeps index keys beside them, by which it chooses
-            the tokens that a query reads: one by one, or in blocks, whose keys are averaged and
-            rotated anew each time, so that this takes the positions of whole rows.
+            the tokens that a query reads: one by one, or in blocks, whose keys are averaged
+            before they are rotated.
         sinks: `s_aux` is one more score per head, without a value, in otherwise plain attention.
             Others that pass one select or compress their keys behind the cache, extend the mask, or
             are not causal. The torch backend computes such scores explicitly.

@@ -52,8 +52,7 @@ def kv_shapes(text: Any, kinds: Sequence[LayerKind]) -> list[KVShape]:
     """
     if (seen := seen_of(text)) is not None:
         return list(seen.shapes)
-    width = field_of(text, "indexer_head_dim") or field_of(text, "index_head_dim")
-    index = [KVShape(1, width, width, v_is_k=True) for kind in kinds if kind.indexer is not None]
+    index = [_index_shape(text) for kind in kinds if kind.indexer is not None]
     if rank := field_of(text, "kv_lora_rank"):
         if not facts_of(field_of(text, "model_type")).latent:
             raise UnsupportedModelError(
@@ -99,6 +98,16 @@ def _shape(layer: Any, kind: LayerKind) -> KVShape:
         heads *= 2
     # Of mimo_v2_flash; others say head_dim by it, or nothing.
     return KVShape(heads, dim, field_of(layer, "v_head_dim") or dim)
+
+
+def _index_shape(text: Any) -> KVShape:
+    """The shape of a token's index key; of keys in blocks with the rotation of the token."""
+    width = field_of(text, "indexer_head_dim") or field_of(text, "index_head_dim")
+    if facts_of(field_of(text, "model_type")).indexer == "blocks":
+        told = field_of(text, "rope_parameters") or {}
+        dim = field_of(text, "head_dim") or text.hidden_size // text.num_attention_heads
+        width += int(dim * told.get("partial_rotary_factor", 1.0))
+    return KVShape(1, width, width, v_is_k=True)
 
 
 def _layers(text: Any, count: int) -> Sequence[Any]:

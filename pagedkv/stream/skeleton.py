@@ -28,6 +28,7 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 
 from pagedkv.errors import CheckpointMismatch, UnsupportedModelError
+from pagedkv.models import field_of
 from pagedkv.models.checkpoint import Checkpoint, TensorRange
 from pagedkv.models.packing import method_of
 from pagedkv.models.skeleton import model_class, own_config
@@ -94,6 +95,11 @@ def build(
     method = method_of(config)
     if method in NOT_STREAMED:
         raise _refused(checkpoint, method)
+    if field_of(config.get_text_config(decoder=True), "ple_layer_ids"):
+        raise UnsupportedModelError(
+            f"{checkpoint.folder}: its tables of n-grams, which are larger than all other weights, "
+            "do not stream"
+        )
     if (checkpoint.folder / "generation_config.json").exists():
         found = GenerationConfig.from_pretrained(checkpoint.folder)
         kwargs.setdefault("generation_config", found)
