@@ -173,7 +173,7 @@ def test_drafts_behind_an_image_change_no_token(model):
 
 def is_hybrid(model):
     """Whether a prefix is found only where a state was kept."""
-    return model.config.model_type.startswith("qwen3_5")
+    return model.config.model_type.startswith(("qwen3_5", "qwen4"))
 
 
 def expects_little(join):

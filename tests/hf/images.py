@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from tests.hf.zoo import _MROPE, built
+from tests.hf.zoo import _MROPE, _SPARSE, built
 
 BY_TOKEN = ("input_ids", "attention_mask", "mm_token_type_ids")
 NESTED = {"idefics2", "idefics3", "smolvlm"}  # a row has several images
@@ -95,6 +95,9 @@ MROPE = {
     "glm4v": {},
     "qwen3_5": {},
     "qwen3_5_moe": {},
+    "qwen4_exp": {
+        "text_config": {**_SPARSE, "rope_parameters": {**_MROPE, "partial_rotary_factor": 1.0}}
+    },
     "qwen3_vl_moe": {
         "vision_config": {"deepstack_visual_indexes": [0, 1]},
         "text_config": {"rope_parameters": {**_MROPE, "mrope_interleaved": True}},

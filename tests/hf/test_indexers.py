@@ -1,0 +1,109 @@
+"""Models that choose the tokens which a query reads: what is theirs alone.
+
+The tests of modes run one beside the other families with recurrent states (`tests/hybrids.py`).
+"""
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+from pagedkv import BatchGenerator
+from pagedkv.attention import api
+from pagedkv.errors import UnsupportedModelError
+from pagedkv.hf import PagedCache
+from tests.effort import few
+from tests.hf.modes import SIZES, made, own, paged
+from tests.hf.tiny import named, padded, prompts
+
+BUDGET, BLOCK = 8, 4
+FAMILIES = ["qwen4_exp"]
+
+
+@pytest.fixture(params=FAMILIES)
+def model(request):
+    return made(request.param)
+
+
+@pytest.fixture
+def reads(monkeypatch):
+    """How many tokens each query reads, call by call."""
+    counts, choose = [], api.chosen_of
+
+    def noted(call, indices):
+        found = choose(call, indices)
+        counts.append(found.counts.tolist())
+        return found
+
+    monkeypatch.setattr(api, "chosen_of", noted)
+    return counts
+
+
+@pytest.mark.parametrize("length", few(range(1, 34), 1, 7, 8, 9, 12, 33))
+def test_a_text_of_any_length_is_as_over_the_models_own_cache(model, length):
+    """Borders of pages, of blocks and of the budget, and one beyond each."""
+    batch = padded(prompts(length))
+    assert torch.equal(paged(model, batch, max_new_tokens=5), own(model, batch, max_new_tokens=5))
+
+
+def test_rows_of_all_lengths_are_packed_as_each_is_alone(model):
+    rows = prompts(*range(1, 34, 3))
+    with BatchGenerator(model, max_tokens=1024, page_size=4, step_tokens=7) as batched:
+        found = batched.generate([row.tolist() for row in rows], max_new_tokens=5, do_sample=False)
+        batched.cache.check()
+    for row, result in zip(rows, found, strict=True):
+        expected = own(model, padded([row]), max_new_tokens=5)
+        assert result.tokens == expected[0, len(row) :].tolist()
+
+
+def test_no_query_reads_more_than_the_budget_and_a_block_that_is_not_full(model, reads):
+    paged(model, padded(prompts(33, 20)), max_new_tokens=6)
+    every = [n for counts in reads for n in counts]
+    assert max(every) == BUDGET + BLOCK - 1
+    assert sum(every) < 0.6 * 2 * sum(min(n + 1, 33) for n in range(33)) * 2
+
+
+def test_what_is_chosen_must_reach_attention_as_it_is(model):
+    batch = padded(prompts(9))
+    with PagedCache(model, **SIZES) as cache:  # whose own hooks come first
+        indexers = [m for m in model.modules() if type(m).__name__.endswith("Indexer")]
+        hooks = [m.register_forward_hook(lambda _, __, out: ~out) for m in indexers]
+        try:
+            with pytest.raises(UnsupportedModelError, match="computes with the tokens that its"):
+                paged(model, batch, cache)
+        finally:
+            for hook in hooks:
+                hook.remove()
+    assert torch.equal(paged(model, batch), own(model, batch))
+
+
+def test_what_would_lose_tokens_or_their_digits_is_refused_by_name(model):
+    for fields, message in (
+        ({"retention": "fifo", "budget": 64}, "retention: expected None, since this model itself"),
+        ({"read_tokens": 64}, "read_tokens"),
+        ({"kv_format": "int8", "page_size": 16}, "kv_format"),
+    ):
+        with pytest.raises((ValueError, UnsupportedModelError), match=message):
+            PagedCache(model, **{**SIZES, **fields})
+
+
+def test_another_attention_is_refused_by_name(model):
+    with PagedCache(model, **SIZES) as cache, torch.no_grad():
+        model.set_attn_implementation("sdpa")
+        try:
+            with pytest.raises(UnsupportedModelError, match="index keys are in pages, where paged"):
+                model(**padded(prompts(5)), **named(cache))
+        finally:
+            model.set_attn_implementation("pagedkv")
+        assert cache.rows == []
+        cache.kv.check()
+
+
+def test_index_keys_take_the_bytes_that_the_configuration_says(model):
+    with PagedCache(model, **SIZES) as cache:
+        config = cache.kv.config
+        text = model.config.get_text_config(decoder=True)
+        layers = sum(kind != "linear_attention" for kind in text.layer_types)
+        kv = 2 * text.num_key_value_heads * text.head_dim
+        assert config.bytes_per_token == 4 * layers * (kv + text.indexer_head_dim + text.head_dim)
+        assert len(config.groups) == 2
