@@ -124,7 +124,7 @@ class ChosenHandle(Handle):
     To the model it is what its indexer returned of all rows: a mask of them, or their places.
 
     Attributes:
-        layer: the index of the layer among those with K and V.
+        layer: the layer of the cache that has the index keys by which they were chosen.
         places: `[T, n]`, where they stand in their texts; -1 for none.
     """
 
@@ -143,8 +143,8 @@ class ChosenHandle(Handle):
     def computed(self, function: Any, args: Any, kwargs: Any) -> Any:
         """Raises: a choice that was changed would not be the one that attention reads by."""
         raise UnsupportedModelError(
-            f"layer {self.layer}: this model computes with the tokens that its indexer chose "
-            f"({function}), which paged attention reads as they are"
+            f"this model computes with the tokens that its indexer chose ({function}), which "
+            "paged attention reads as they are"
         )
 
 

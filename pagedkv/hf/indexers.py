@@ -56,13 +56,14 @@ class IndexedLayer(PagedLayer):
             )
         masks = (x for x in (*args, *kwargs.values()) if isinstance(x, MaskHandle))
         mask = as_mask(next(masks, None), cache)
-        self.begin()
+        if cache.forward_layer != self.index:  # else K and V are staged already
+            self.begin()
         PagedLayer.open(self, (mask.shape[0], 1, mask.shape[-2]), mask.padding)
         return _Call(self, indexer, args, kwargs, mask).begin()
 
     def chosen(self, handle: Any) -> Tensor:
         """`[T, n]`, the places that its indexer chose, by the handle that attention was given."""
-        if not isinstance(handle, ChosenHandle) or handle.layer != self.index:
+        if not isinstance(handle, ChosenHandle) or handle.layer != self.keys_layer:
             raise UnsupportedModelError(
                 f"layer {self.index}: what its indexer chose did not reach paged attention"
             )
@@ -212,7 +213,7 @@ class _Call:
             write_kv(keys, keys, self.opened, layer)
             places = [place for out in outputs for place in _places(out)]
             chosen = pad_sequence(places, batch_first=True, padding_value=-1)
-        return ChosenHandle.made(self.layer.index, chosen, output, like)
+        return ChosenHandle.made(layer, chosen, output, like)
 
 
 def _rows(step: StepMetadata, layer: int) -> list[_Row | None]:

@@ -122,6 +122,11 @@ class LatentLayer(PagedLayer):
         The model expands them, so they are no handles: the attention function finds them by
         `waiting`.
         """
+        if key_states.shape[1] * value_states.shape[1] > 1:
+            raise UnsupportedModelError(
+                f"layer {self.index}: in this release of transformers the model gives its cache "
+                "expanded K and V; pages keep its latents, as newer releases give them"
+            )
         self.wait(StagedLatents(self, key_states, value_states))
         return key_states, value_states
 
@@ -231,16 +236,17 @@ class _Call(NamedTuple):
     def absorbed_rows(self) -> Bools:
         """`[B]`, which rows attend in the absorbed form."""
         new, terms = self.step.num_new, self.terms
-        others = terms["softcap"], terms["sinks"]
+        others = terms["softcap"], terms["sinks"], terms.get("indices")
         window = self.step.config.groups[self.step.group_of(self.layer)].window
-        # What only attention over pages knows: terms of scores, windows, queries that are watched.
+        # What only attention over pages knows: terms of scores, windows, chosen tokens, queries
+        # that are watched.
         special = window or self.step.queries is not None or any(x is not None for x in others)
         if self.halves is not None:
             return np.ones(len(new), bool) if special else new <= MOST_ABSORBED
         if special:
             raise UnsupportedModelError(
-                f"{type(self.made.module).__name__}: watched queries, windows and terms of scores "
-                "need a `kv_b_proj` of plain weights: a linear layer without bias, hooks and "
+                f"{type(self.made.module).__name__}: watched queries, chosen tokens, windows and "
+                "terms of scores need a `kv_b_proj` of plain weights: a linear layer without bias, hooks and "
                 "adapters, whose weights are neither quantised nor of another dtype than its input"
             )
         if self.step.bounded:  # lengths on the host are upper bounds, and this form goes by them

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from pagedkv.config import field_of
 from pagedkv.models import facts_of, layer_kinds
+from pagedkv.models.kinds import index_layers
 from pagedkv.storage import Placement
 
 WAYS_OUT = (
@@ -66,7 +67,8 @@ def placement_of(model: PreTrainedModel, home: torch.device) -> Placement:
     kinds, found = layer_kinds(_text(model)), _of_layers(model, home)
     each = [min(found.get(i, {home}), key=str) for i in range(len(kinds))]
     layers = [place for kind, place in zip(kinds, each) if kind.attention is not None]
-    layers += [place for kind, place in zip(kinds, each) if kind.indexer is not None]
+    of_keys = dict(reversed([(kind.indexer, place) for kind, place in zip(kinds, each)]))
+    layers += [of_keys[layer] for layer in index_layers(kinds)]
     states = (place for kind, place in zip(kinds, each) if kind.state is not None)
     return Placement(home, tuple(layers), tuple(states))
 

@@ -99,6 +99,7 @@ _ENCODERS = (
 )
 _GEMMA4 = Facts(head_dim=256, full_head_dim=512, window=512, every=6)
 _LATENT = Facts(latent=True)
+_CHOSEN = Facts(latent=True, indexer="tokens")
 _DELTA = Facts(states="delta rule", layers="every nth")
 _TWO_PARTS = Facts(text_alone=True, layers="every nth")
 _CONVOLUTIONS = Facts(states="short convolution", layers="convolutions")
@@ -115,6 +116,7 @@ FACTS: dict[str, Facts] = {
     "dbrx": Facts(experts_with_layer=True),
     "deepseek_v2": _LATENT,
     "deepseek_v3": _LATENT,
+    "deepseek_v32": _CHOSEN,
     "ernie4_5_vl_moe_text": Facts(experts_with_layer=True),
     "falcon_h1": Facts(states="mamba2", layers="all"),
     "flint": Facts(sinks=True, layers="listed"),
@@ -127,6 +129,7 @@ FACTS: dict[str, Facts] = {
     "glm": Facts(at_once=4),
     "glm4": Facts(at_once=4),
     "glm4_moe_lite": _LATENT,
+    "glm_moe_dsa": _CHOSEN,
     "gpt_oss": Facts(sinks=True, window=128, every=2, at_once=9),
     "granite_swa": Facts(sinks=True),
     "granitemoe_swa": Facts(sinks=True),

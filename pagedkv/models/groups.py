@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
-from .kinds import LayerKind
+from .kinds import LayerKind, index_layers
 from .shapes import KVShape
 
 DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
@@ -67,7 +67,7 @@ def paged_layers(
         alone: layers without a window are a group each, so that each evicts pages of its own.
     """
     sights = [(kind.window, kind.chunked) for kind in kinds if kind.attention is not None]
-    sights += [(None, False) for kind in kinds if kind.indexer is not None]
+    sights += [(None, False)] * len(index_layers(kinds))
     members: dict[Any, list[int]] = {}
     for i, (sight, shape) in enumerate(zip(sights, shapes)):
         own = i if alone and sight[0] is None else None

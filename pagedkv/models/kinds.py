@@ -52,8 +52,8 @@ class LayerKind(NamedTuple):
         attention: its index among the layers with K and V; None if it has none.
         state: its index among the layers with a state; None if it has none.
         chunked: the window begins anew at every multiple of it.
-        indexer: the layer of the cache that has its index keys, behind all with K and V; None if it
-            chooses no tokens.
+        indexer: the layer of the cache that has the index keys by which its tokens are chosen,
+            behind all with K and V; None if it reads all. Layers may share one.
     """
 
     keeps: Keeps
@@ -100,10 +100,18 @@ def layer_kinds(text: Any) -> list[LayerKind]:
         states += remembers
     if facts_of(kind).indexer is None:
         return found
-    return [
-        layer if layer.attention is None else layer._replace(indexer=attentions + layer.attention)
-        for layer in found
-    ]
+    own = [name == "full" for name in field_of(text, "indexer_types") or ["full"] * len(found)]
+    last = attentions - 1
+    for i, layer in enumerate(found):
+        if layer.attention is not None:
+            last += own[i]
+            found[i] = layer._replace(indexer=last)
+    return found
+
+
+def index_layers(kinds: Iterable[LayerKind]) -> list[int]:
+    """The layers of a cache that have index keys, ascending."""
+    return sorted({kind.indexer for kind in kinds if kind.indexer is not None})
 
 
 def strange_kinds(names: Iterable[str], kind: object) -> list[str]:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from pagedkv.errors import UnsupportedModelError
 
 from .facts import facts_of, types_with
-from .kinds import LayerKind, field_of
+from .kinds import LayerKind, field_of, index_layers
 from .seen import seen_of
 
 
@@ -52,7 +52,7 @@ def kv_shapes(text: Any, kinds: Sequence[LayerKind]) -> list[KVShape]:
     """
     if (seen := seen_of(text)) is not None:
         return list(seen.shapes)
-    index = [_index_shape(text) for kind in kinds if kind.indexer is not None]
+    index = [_index_shape(text) for _ in index_layers(kinds)]
     if rank := field_of(text, "kv_lora_rank"):
         if not facts_of(field_of(text, "model_type")).latent:
             raise UnsupportedModelError(
