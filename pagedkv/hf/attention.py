@@ -13,7 +13,7 @@ from pagedkv.errors import UnsupportedModelError
 from pagedkv.kernels.torch.sdpa import without_cudnn
 from pagedkv.models.refusals import of_sinks
 
-from .before import attention_before
+from .before import attention_before, mask_of_chosen
 from .forward_cache import changed_after_cache, waiting
 from .handles import MaskHandle, as_mask, staged_of
 from .staged import Staged
@@ -64,6 +64,7 @@ def attention_function(
         return over_pages(staged, module, query, attention_mask, **kwargs)
     if isinstance(attention_mask, MaskHandle):
         raise changed_after_cache(attention_mask.cache.forward_layer)
+    attention_mask = mask_of_chosen(module, attention_mask, kwargs)
     attend = attention_before(module, kwargs)
     with without_cudnn(query.device):
         return attend(module, query, key, value, attention_mask, **kwargs)

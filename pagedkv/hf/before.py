@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from types import FunctionType
 from typing import Any
 
+import torch
 from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -73,6 +74,27 @@ def attention_before(module: nn.Module, terms: Mapping[str, Any]) -> Callable[..
         f"attn_implementation: {type(module).__name__} does not name its eager attention, which "
         "calls without pages have to use; load the model with 'sdpa'"
     )
+
+
+def mask_of_chosen(module: nn.Module, mask: Any, terms: dict[str, Any]) -> Any:
+    """The mask of a call without pages, narrowed to the tokens that the model's indexer chose.
+
+    Under `eager` and `sdpa` a model does this by itself; under any other name it hands them on.
+
+    Args:
+        mask: `[B, 1, q, length]`, bool or added to scores.
+        terms: as for `attention_before`; `indices` `[B, q, n]` are taken out where they are used.
+    """
+    before = _known.get(id(getattr(module, "config", None)))
+    indices = terms.get("indices")
+    if indices is None or (before is not None and before.name not in ("eager", "sdpa")):
+        return mask
+    del terms["indices"]
+    seen = torch.zeros(*indices.shape[:2], mask.shape[-1], dtype=torch.bool, device=mask.device)
+    seen = seen.scatter_(-1, indices.long(), True).unsqueeze(1)
+    if mask.dtype == torch.bool:
+        return mask & seen
+    return mask.masked_fill(~seen, torch.finfo(mask.dtype).min)
 
 
 def _named(kind: type) -> Iterator[Any]:

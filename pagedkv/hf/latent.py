@@ -246,8 +246,9 @@ class _Call(NamedTuple):
         if special:
             raise UnsupportedModelError(
                 f"{type(self.made.module).__name__}: watched queries, chosen tokens, windows and "
-                "terms of scores need a `kv_b_proj` of plain weights: a linear layer without bias, hooks and "
-                "adapters, whose weights are neither quantised nor of another dtype than its input"
+                "terms of scores need a `kv_b_proj` of plain weights: a linear layer without bias, "
+                "hooks and adapters, whose weights are neither quantised nor of another dtype than "
+                "its input"
             )
         if self.step.bounded:  # lengths on the host are upper bounds, and this form goes by them
             raise UnsupportedModelError("its `kv_b_proj` has no plain weights")

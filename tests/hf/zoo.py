@@ -83,6 +83,8 @@ _SHARED_ATTENTION = {
 }  # fmt: skip
 _SLIDES = {"num_hidden_layers": 4, "layer_types": [_F, _S] * 2, "mlp_layer_types": ["dense"] * 4}
 # What a type asks for beyond the size of its fields.
+# Fewer heads give many keys the same score, none, of which each layout chooses others.
+_CHOOSES = {"index_topk": 8, "index_head_dim": 16, "index_n_heads": 16}
 OWN: dict[str, dict[str, Any]] = {
     **{
         kind: {**_ALL_HEADS, "num_experts_per_tok": 2}
@@ -91,9 +93,7 @@ OWN: dict[str, dict[str, Any]] = {
             "bailing_hybrid",
             "deepseek_v2",
             "deepseek_v3",
-            "deepseek_v32",
             "glm4_moe_lite",
-            "glm_moe_dsa",
             "kimi_linear",
             "longcat_flash",
             "minicpm3",
@@ -162,7 +162,10 @@ OWN: dict[str, dict[str, Any]] = {
     },
     "gpt_bigcode": {"num_key_value_heads": 1},
     "zaya": {"num_experts_per_tok": 1},
-    "axk2": {**_ALL_HEADS, "head_dim": 8, "qk_head_dim": 16},
+    "axk2": {**_ALL_HEADS, **_CHOOSES, "head_dim": 8, "qk_head_dim": 16},
+    "deepseek_v32": {**_ALL_HEADS, **_CHOOSES, "num_experts_per_tok": 2},
+    "glm_moe_dsa": {**_ALL_HEADS, **_CHOOSES, "num_experts_per_tok": 2},
+    "hy_v4": _CHOOSES,
     "bamba": {"num_hidden_layers": 4, "attn_layer_indices": [1, 3]},
     "codegen": {"rotary_dim": 4},
     "cohere_compass_text": {"layer_types": [_F] * 2, "rope_parameters": {_F: _MROPE}},

@@ -97,7 +97,7 @@ def test_a_configuration_without_what_counts_is_refused():
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"model_type": "deepseek_v32", "kv_lora_rank": 512}, r"deepseek_v32 .*latent attention"),
+        ({"model_type": "glm5_next", "kv_lora_rank": 512}, r"glm5_next .*latent attention"),
         ({"model_type": "t5", "is_encoder_decoder": True}, "t5 .*encoder-decoder"),
         ({"model_type": "bloom"}, "bloom .*attention interface"),
         ({"num_key_value_heads": [8, 4]}, "several values of num_key_value_heads"),
