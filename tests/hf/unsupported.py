@@ -7,13 +7,6 @@ SMALL = {"vocab_size": 99, "hidden_size": 32, "num_hidden_layers": 2, "num_atten
 WIDE = {**SMALL, "intermediate_size": 48, "num_key_value_heads": 2}
 MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8}
 EXPERTS = {"moe_intermediate_size": 16, "num_experts_per_tok": 1}
-LATENT = {
-    "kv_lora_rank": 16,
-    "q_lora_rank": 16,
-    "qk_rope_head_dim": 8,
-    "qk_nope_head_dim": 8,
-    "v_head_dim": 8,
-}
 ROUTED = {"n_routed_experts": 2, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}
 INTERFACE = "does not go through transformers' attention interface"
 
@@ -35,10 +28,6 @@ UNSUPPORTED = {
         INTERFACE,
     ),
     "FalconForCausalLM": ({**SMALL, "alibi": True, "new_decoder_architecture": False}, INTERFACE),
-    "HYV4ForCausalLM": (
-        {**WIDE, **LATENT, **EXPERTS, "n_routed_experts": 2, "pad_token_id": 0},
-        "MLA",
-    ),
     "DeepseekV4ForCausalLM": (
         {**SMALL, **EXPERTS, "num_key_value_heads": 1, "head_dim": 16, "qk_rope_head_dim": 8}
         | {"q_lora_rank": 16, "o_lora_rank": 16, "o_groups": 2, "n_routed_experts": 2}
