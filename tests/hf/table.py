@@ -25,7 +25,8 @@ from pagedkv import CacheConfig, LayerStreamer, PagedCache
 from pagedkv.config import KV_FORMATS, formats_of
 from pagedkv.errors import PagedKVError, UnsupportedModelError
 from pagedkv.hf.model import cache_config, text_config
-from pagedkv.models import shared_layers
+from pagedkv.models import layer_kinds, shared_layers
+from pagedkv.models.kinds import index_layers
 from tests.batch.generating import assert_same, generator
 from tests.hf.doors import OPTIONS, SIZES, is_planned, padded, reasons, rows_of_tokens
 from tests.hf.images import MROPE, PLAIN, pictured, seeing_model
@@ -138,14 +139,17 @@ def streams(kind: str) -> str:
 
 def kept(model: Any, config: CacheConfig) -> str:
     """Describes what the layers of a model keep of a text."""
-    if any(shape.v_is_k for shape in config.shapes):
+    chosen = {config.group_of[layer] for layer in index_layers(layer_kinds(text_config(model)))}
+    shapes = {shape for group, shape in enumerate(config.shapes) if group not in chosen}
+    if any(shape.v_is_k for shape in shapes):
         text = "latents"
     elif shared_layers(text_config(model)):
         text = "K and V that layers share"
-    elif len(set(config.shapes)) > 1:
+    elif len(shapes) > 1:
         text = "K and V of several shapes"
     else:
         text = "K and V"
+    text += ", index keys" if chosen else ""
     return f"{text}, recurrent states" if config.states else text
 
 
