@@ -20,6 +20,7 @@ from torch import Tensor
 from pagedkv.hf.adapters import state_of
 from pagedkv.hf.model import text_config
 from pagedkv.hf.telling import warn
+from pagedkv.models import layer_kinds
 from pagedkv.step.metadata import StepMetadata
 
 if TYPE_CHECKING:
@@ -62,7 +63,9 @@ class DecodeGraphs:
         self._rooms: dict[tuple[int, int], Any] = {}  # by rows and group
         self._weights: tuple[Any, ...] = ()
         self._pool = torch.cuda.graph_pool_handle() if packed.kv.device.type == "cuda" else None
-        self._failures = 0  # of captures in a row
+        # Of captures in a row. What an indexer chooses is asked of the device, row by row.
+        kinds = layer_kinds(text_config(packed.model))
+        self._failures = ATTEMPTS if any(kind.indexer is not None for kind in kinds) else 0
 
     @property
     def refused(self) -> bool:

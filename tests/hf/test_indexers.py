@@ -12,6 +12,7 @@ pytest.importorskip("transformers")
 
 from pagedkv import BatchGenerator
 from pagedkv.attention import api
+from pagedkv.batch.graphs import DecodeGraphs
 from pagedkv.errors import UnsupportedModelError
 from pagedkv.hf import PagedCache
 from tests.effort import few
@@ -151,6 +152,14 @@ def test_what_would_lose_tokens_or_their_digits_is_refused_by_name(model):
     ):
         with pytest.raises((ValueError, UnsupportedModelError), match=message):
             PagedCache(model, **{**SIZES, **fields})
+
+
+def test_steps_run_without_graphs(model):
+    """A graph would hold what was chosen for other rows."""
+    with BatchGenerator(model, **SIZES) as batched:
+        assert DecodeGraphs(batched._packed).refused
+    with BatchGenerator(made("qwen3_next"), **SIZES) as batched:
+        assert not DecodeGraphs(batched._packed).refused
 
 
 def test_another_attention_is_refused_by_name(model):
