@@ -25,12 +25,25 @@ from typing import NamedTuple
 import triton
 from triton.compiler import CompiledKernel
 
-from benchmarks.compiled.flow import Flow, int32_products, narrow_copies, pipeline
+from benchmarks.compiled import hazards
+from benchmarks.compiled.flow import (
+    Flow,
+    int32_products,
+    narrow_copies,
+    operands_by,
+    pipeline,
+    times_made,
+)
 from benchmarks.compiled.sass import Machine, accesses, disassemble
 from benchmarks.report import markdown
 from pagedkv.kernels.triton.card import CHIPS, REGISTERS, WARP, absent_card
 
-MMA = {"hgmma": ("HGMMA", "QGMMA", "IGMMA"), "hmma": ("HMMA", "QMMA", "IMMA"), "ffma": ("FFMA",)}
+MMA = {
+    "tcgen05": ("UTCHMMA",),
+    "hgmma": ("HGMMA", "QGMMA", "IGMMA"),
+    "hmma": ("HMMA", "QMMA", "IMMA"),
+    "ffma": ("FFMA",),
+}
 
 
 class Shipped(NamedTuple):
@@ -39,13 +52,14 @@ class Shipped(NamedTuple):
     Attributes:
         name: same in every architecture.
         compile: called while the architecture's driver is active.
-        buffers: least depth of the K and V pipeline; 0 without one.
-        mma: "hmma", "hgmma", "ffma" or "none".
+        buffers: least depth of the K and V pipeline, or one less than its stages; 0 without one.
+        mma: "hmma", "hgmma", "tcgen05", "ffma" or "none".
         wide: pages are read and written 16 bytes at a time.
         stack: most bytes that a thread spills, outside of the main loop.
         measured: a card has shown that it is the fastest although it spills there, too.
         int64_args: arguments that point at pools, where int32 offsets may overflow.
         hidden: least exponentials of the main loop that are made while products run.
+        repeats: most times that warps make the same product.
     """
 
     name: str
@@ -57,6 +71,7 @@ class Shipped(NamedTuple):
     measured: bool = False
     int64_args: tuple[str, ...] = ("k_ptr", "v_ptr")
     hidden: int = 0
+    repeats: int = 1
 
 
 class Figures(NamedTuple):
@@ -74,6 +89,9 @@ class Figures(NamedTuple):
     narrow: tuple[str, ...] = ()
     int32: tuple[str, ...] = ()
     hidden: int = 0
+    repeats: int = 1
+    hazards: tuple[str, ...] = ()
+    stages: int = 3
 
 
 def analyse(compiled: CompiledKernel, pools: tuple[str, ...] = ("k_ptr", "v_ptr")) -> Figures:
@@ -82,7 +100,10 @@ def analyse(compiled: CompiledKernel, pools: tuple[str, ...] = ("k_ptr", "v_ptr"
     paths = {Path(name).suffix[1:]: Path(path) for name, path in compiled.metadata_group.items()}
     machine = disassemble(paths["cubin"], compiled.name)
     if "ttir" not in paths:  # Gluon, whose copies are the accelerator's, and said by its source
-        return _figures(compiled, machine, 0, _mma(machine.loop, machine.code))
+        figures = _figures(compiled, machine, 0, _mma(machine.loop, machine.code))
+        return figures._replace(
+            hazards=hazards.found(machine.listing, meta.num_warps, {"SYNCS.ARRIVE"})
+        )
     ttir, ttgir = (Flow(str(paths[kind]), meta.target) for kind in ("ttir", "ttgir"))
     if unknown := set(pools) - set(ttir.arguments.values()):  # or nothing would be checked
         raise ValueError(f"expected pools among {[*ttir.arguments.values()]}, got {unknown}")
@@ -91,7 +112,12 @@ def analyse(compiled: CompiledKernel, pools: tuple[str, ...] = ("k_ptr", "v_ptr"
     multiplies = any(op.name == "tt.dot" for op in ttir.ops)  # else FFMA is nothing but arithmetic
     mma = _mma(machine.loop, machine.code) if multiplies else "none"
     figures = _figures(compiled, machine, pipeline(ttgir, tiles), mma)
-    return figures._replace(narrow=narrow, int32=int32_products(ttir, pools))
+    return figures._replace(
+        narrow=narrow,
+        int32=int32_products(ttir, pools),
+        repeats=times_made(ttgir),
+        hazards=hazards.found(machine.listing, meta.num_warps, operands_by(ttgir)),
+    )
 
 
 def _figures(compiled: CompiledKernel, machine: Machine, buffers: int, mma: str) -> Figures:
@@ -107,6 +133,7 @@ def _figures(compiled: CompiledKernel, machine: Machine, buffers: int, mma: str)
         length=machine.length,
         loop=machine.loop,
         hidden=machine.hidden,
+        stages=meta.num_stages,
     )
 
 
@@ -128,16 +155,14 @@ def resident(registers: int, shared: int, warps: int, arch: int) -> int:
 
 def problems(figures: Figures, shipped: Shipped, arch: int) -> list[str]:
     """Returns the reasons for which a kernel must not be shipped, a sentence each."""
-    limit = CHIPS[arch].shared
+    limit, depth = CHIPS[arch].shared, min(shipped.buffers, figures.stages - 1)
     checks = {
         f"it spills, {figures.stack} bytes of stack a thread": (
             figures.stack > shipped.stack
             or (figures.loop.keys() & {"STL", "LDL"} and not shipped.measured)
         ),
         f"it copies pages in pieces ({', '.join(figures.narrow)})": shipped.wide and figures.narrow,
-        f"its pipeline has {figures.buffers} buffers, not {shipped.buffers}": (
-            figures.buffers < shipped.buffers
-        ),
+        f"its pipeline has {figures.buffers} buffers, not {depth}": figures.buffers < depth,
         f"it takes {figures.shared} bytes of shared memory, of {limit}": figures.shared > limit,
         f"it multiplies by {figures.mma}, not {shipped.mma}": figures.mma != shipped.mma,
         "it rounds fp32 to TF32": figures.tf32,
@@ -145,6 +170,10 @@ def problems(figures: Figures, shipped: Shipped, arch: int) -> list[str]:
             figures.hidden < shipped.hidden
         ),
         f"int32 products reach its pages ({', '.join(figures.int32)})": figures.int32,
+        f"warps make a product {figures.repeats} times, not {shipped.repeats}": (
+            figures.repeats > shipped.repeats
+        ),
+        f"operands may change while products run ({', '.join(figures.hazards)})": figures.hazards,
     }
     return [f"sm_{arch} {shipped.name}: {what}." for what, found in checks.items() if found]
 
@@ -194,7 +223,7 @@ def measure_all(module: str, archs: list[int], substring: str, core: bool, jobs:
 
 def table(rows: list[Row]) -> str:
     heads = "kernel,arch,registers,stack,shared,blocks/SM,buffers,loop,async 128/less,"
-    heads += "LDG 128/less,TMA,multiply,LDS (bytes)/LDSM,BAR,MUFU"
+    heads += "LDG 128/less,TMA,multiply,times,LDS (bytes)/LDSM,BAR,MUFU"
     lines = [heads.split(",")]
     for arch, name, found, _ in rows:
         if not found:
@@ -207,7 +236,7 @@ def table(rows: list[Row]) -> str:
             + [str(one) for one in (found.registers, found.stack, found.shared)]
             + [str(one) for one in (found.blocks, found.buffers, found.length)]
             + [f"{n['LDGSTS.128']}/{n['LDGSTS']}", f"{n['LDG.128']}/{n['LDG']}", str(n["UTMALDG"])]
-            + [f"{multiply} {found.mma}" if multiply else found.mma]
+            + [f"{multiply} {found.mma}" if multiply else found.mma, str(found.repeats)]
             + [f"{n['LDS'] + n['LDS.U8']} ({n['LDS.U8']})/{n['LDSM']}"]
             + [str(n["BAR"]), str(n["MUFU"])]
         )

@@ -214,3 +214,68 @@ def pipeline(flow: Flow, tiles: set[str]) -> int:
                         if one and one.name == "ttg.local_alloc" and not one.operands
                     ]
     return min(depths, default=0)
+
+
+def times_made(flow: Flow) -> int:
+    """How often warps make the same product: where they cover more than its tile, again.
+
+    Products of half the largest and less count for nothing: staging pages are few.
+    """
+    sizes: dict[int, int] = defaultdict(int)  # by how often
+    for op in flow.ops:
+        if op.name in ("tt.dot", "ttng.warp_group_dot"):
+            shape, _ = _sizes(op.result_types[0])
+            times = math.prod(
+                max(1, have // want) for have, want in zip(_covered(op.result_types[0]), shape)
+            )
+            depth = _sizes(op.types[0])[0][1]
+            sizes[times] = max(sizes[times], math.prod(shape) * depth)
+    most = max(sizes.values(), default=0)
+    return max((times for times, size in sizes.items() if 2 * size > most), default=1)
+
+
+def _covered(kind: str) -> list[int]:
+    """Rows and columns of a result that all warps make at once."""
+    found = {
+        name: [int(side) for side in sides.split(",")]
+        for name, sides in re.findall(r"(\w+) = \[([\d, ]+)\]", kind)
+    }
+    if "instrShape" in found:
+        return [a * b for a, b in zip(found["instrShape"], found["warpsPerCTA"])]
+    names = "sizePerThread", "threadsPerWarp", "warpsPerCTA"
+    return [math.prod(sides) for sides in zip(*(found[name] for name in names))]
+
+
+def operands_by(flow: Flow) -> set[str]:
+    """How tiles come to where asynchronous products read them: copied as they are, or stored.
+
+    What is stored outside of the products' loop counts for nothing: queries.
+    """
+
+    def made(value: int) -> set[int]:
+        return {*flow.back(value, lambda op: op.name == "ttg.local_alloc")}
+
+    products = [op for op in flow.ops if op.name == "ttng.warp_group_dot"]
+    read = [
+        (made(value), op.inside[:1])
+        for op in products
+        for value, kind in zip(op.operands, op.types)
+        if kind.startswith("!ttg.memdesc")
+    ]
+    found = set()
+    for op in flow.ops:
+        if op.name in ("ttg.async_copy_global_to_local", "ttg.local_store"):
+            buffers = (v for v, kind in zip(op.operands, op.types) if kind.startswith("!ttg.mem"))
+            here = {one for value in buffers for one in made(value) if _is_buffer(flow, one)}
+        elif op.name == "ttg.local_alloc" and op.operands:
+            here = set(op.results)
+        else:
+            continue
+        copies = op.name.startswith("ttg.async")
+        if any(here & one and (copies or inside == op.inside[:1]) for one, inside in read):
+            found.add("LDGSTS" if copies else "STS")
+    return found
+
+
+def _is_buffer(flow: Flow, value: int) -> bool:
+    return (op := flow.maker.get(value)) is not None and op.name == "ttg.local_alloc"

@@ -15,7 +15,7 @@ INSTRUCTION = re.compile(
     r"^\s+/\*([0-9a-f]{4,})\*/\s+(@!?U?P\w+\s+)?([A-Z][\w.]*)([^;&?/\n]*)", re.M
 )
 ADDRESS = re.compile(r"\b0x([0-9a-f]+)\s*$")
-TENSOR = {"HMMA", "HGMMA", "QMMA", "QGMMA", "IMMA", "IGMMA"}
+TENSOR = {"HMMA", "HGMMA", "UTCHMMA", "QMMA", "QGMMA", "IMMA", "IGMMA"}
 COPIES = {"LDG", "LDGSTS", "UTMALDG"}
 STATEMENT = re.compile(r"(?:^|[;{])\s*(?:@!?%\w+\s+)?([a-z][\w.:]*)\s+([^;]*)(?=;)", re.M)
 REGISTER = re.compile(r"%\w+")
@@ -53,6 +53,7 @@ class Machine(NamedTuple):
         code: instructions of the whole kernel by kind.
         tf32: some tensor instruction rounds fp32 to TF32.
         hidden: exponentials and the like of the main loop that are made while products run.
+        listing: the instructions.
     """
 
     registers: int
@@ -62,6 +63,7 @@ class Machine(NamedTuple):
     code: dict[str, int]
     tf32: bool
     hidden: int
+    listing: list[Instruction]
 
 
 def disassemble(cubin: Path, kernel: str) -> Machine:
@@ -84,6 +86,7 @@ def disassemble(cubin: Path, kernel: str) -> Machine:
         dict(Counter(one.label for one in code)),
         any(one.base in TENSOR and "TF32" in one.name for one in code),
         under_products(loop),
+        code,
     )
 
 
@@ -110,7 +113,7 @@ def main_loop(code: list[Instruction]) -> list[Instruction]:
     def work(blocks: frozenset[int]) -> int:
         return sum(one.base in kinds for block in blocks for one in parts[block])
 
-    parts, following = _blocks(code)
+    parts, following = blocks(code)
     loops = _loops(following)
     # A loop around up to four is as busy as they are and a little more: what counts is inside.
     inner = [
@@ -131,7 +134,7 @@ def _size(blocks: frozenset[int], parts: dict[int, list[Instruction]]) -> int:
     return sum(len(parts[block]) for block in blocks)
 
 
-def _blocks(code: list[Instruction]) -> tuple[dict[int, list[Instruction]], dict[int, list[int]]]:
+def blocks(code: list[Instruction]) -> tuple[dict[int, list[Instruction]], dict[int, list[int]]]:
     """Basic blocks by address, and where control goes after each.
 
     A branch back is not enough to see a loop: rare paths are laid out behind the kernel's end and

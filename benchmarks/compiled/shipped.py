@@ -158,8 +158,25 @@ DELTA_RULE = {  # key heads, value heads, keys and values of a head, gates
     "256 x 256": (8, 8, 256, 256, ()),
 }
 
-# Of latents in tiles of 64 tokens, which take 0.86 of the time of tiles of 32 all the same.
-SPILLS = {"latent 128 heads": 88, "latent p64": 24, "latent mass": 48, "latent 8 queries": 40}
+# Bytes that a thread spills, by architecture. Latents on sm_90 take 0.86 of the time in tiles of 64
+# tokens all the same; the others spill outside of their loops.
+SPILLS: dict[int, dict[str, int]] = {
+    80: {"shared prefix latent": 24},
+    86: {"shared prefix latent": 24},
+    89: {"shared prefix latent": 24},
+    90: {
+        "decode latent 128 heads": 88,
+        "decode latent p64": 24,
+        "decode latent mass": 48,
+        "decode latent 8 queries": 40,
+        "shared prefix latent": 128,
+        "decode D128 int4 8 queries": 24,  # with Triton 3.6.0
+        "prefill D64 p16 fp32": 8,  # the same
+    },
+    100: {"prefill D64 p16": 8, "score columns latent": 24},
+    120: {"decode latent 20 heads": 16, "shared prefix latent": 24},
+}
+MEASURED = {name for name in SPILLS[90] if "latent" in name}  # to be the fastest all the same
 
 GLUON: dict[str, tuple[Heads, dict[str, Any], int]] = {  # and bytes that may spill at edges
     "D64 p16": (Heads(head_dim=64), {}, 0),
@@ -204,9 +221,7 @@ def shipped(arch: int) -> list[Shipped]:
         Shipped(
             f"decode {name}",
             _by("_decode", _attend, *case),
-            *_promise(arch, *case[:2]),
-            stack=SPILLS.get(name, 0) if arch == 90 else 0,
-            measured=name in SPILLS and arch == 90,
+            **_promise(arch, *case[:2]),
         )
         for name, case in DECODE.items()
     ]
@@ -214,7 +229,7 @@ def shipped(arch: int) -> list[Shipped]:
         Shipped(
             f"prefill {name}",
             _by("_prefill", _attend, heads, 100, terms),
-            *_promise(arch, heads, _rows(heads)),
+            **_promise(arch, heads, _rows(heads)),
         )
         for name, (heads, terms) in PREFILL.items()
     ]
@@ -238,11 +253,10 @@ def shipped(arch: int) -> list[Shipped]:
     alone = one | {"wide": False, "int64_args": ()}
     pools = one | {"int64_args": ("k_pages_ptr", "v_pages_ptr")}
     slots = one | {"int64_args": ("states_ptr", "into_ptr")}
-    spilt = {"stack": 128, "measured": True} if arch == 90 else {"stack": 24}
     fold, small = _by("_fold", _attend, plain, 1, MASS), Heads(head_dim=64, dtype=FP32)
     found += [
-        Shipped("shared prefix D128 p16", prefix, *_promise(arch, plain, 64)),
-        Shipped("shared prefix latent", latent, *_promise(arch, few, 64), **spilt),
+        Shipped("shared prefix D128 p16", prefix, **_promise(arch, plain, 64)),
+        Shipped("shared prefix latent", latent, **_promise(arch, few, 64)),
         Shipped("merge D128", _by("_merge", _attend, plain, 1, {}), **alone),
         Shipped("merge D512", _by("_merge", _attend, GEMMA4, 1, {}), **alone),
         Shipped("fold chunks", fold, **alone | {"int64_args": ("chunks_ptr",)}),
@@ -269,13 +283,19 @@ def shipped(arch: int) -> list[Shipped]:
             Shipped(
                 "decode D128 p16 dependent",
                 _by("_decode", later, _attend, plain, 1, {}),
-                *_promise(arch, plain, 1),
+                **_promise(arch, plain, 1),
             ),
             Shipped("merge D128 dependent", _by("_merge", later, _attend, plain, 1, {}), **alone),
             Shipped("write D128 bf16 dependent", _by("_write_kv", later, _write, plain), **pools),
         ]
     )
-    return found
+    spilt = SPILLS[arch]
+    return [
+        one._replace(
+            stack=spilt.get(one.name, one.stack), measured=arch == 90 and one.name in MEASURED
+        )
+        for one in found
+    ]
 
 
 def _by(kernel: str, call: Callable[..., None], *args: Any) -> Callable[[], Any]:
@@ -294,13 +314,20 @@ def _rows(heads: Heads) -> int:
     return 0 if small else 100
 
 
-def _promise(arch: int, heads: Heads, new: int) -> tuple[int, str]:
-    """Least buffers of K and V, and the kind of product: from 64 rows on Hopper has its own."""
-    ratio = heads.num_heads // heads.num_kv_heads
-    full = ratio * new >= 64
+def _promise(arch: int, heads: Heads, new: int) -> dict[str, Any]:
+    """Least buffers of K and V, and the kind of product: Hopper has its own from 64 rows on.
+
+    So has 10.x, but it is not to add up keys in several parts, whose tiles have fewer rows there.
+    Tiles of wide heads are 16 or 32 tokens, for which warps are too many; memory bounds most.
+    """
+    full = heads.num_heads // heads.num_kv_heads * new >= 64
     if heads.dtype == FP32:
-        return 1, "ffma"
-    return 2, "hgmma" if full and arch == 90 else "hmma"
+        return {"buffers": 1, "mma": "ffma"}
+    wide, few = heads.head_dim > 256, arch == 100 and not heads.k.dense
+    own = {90: "hgmma", 100: "tcgen05"}.get(arch, "hmma") if full else "hmma"
+    if arch == 100 and (wide or few):
+        own = "hmma"
+    return {"buffers": 2, "mma": own, "repeats": 2 if wide or few else 1}
 
 
 def _scoring(heads: Heads, terms: dict[str, Any]) -> Scoring:

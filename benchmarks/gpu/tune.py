@@ -108,7 +108,7 @@ def inspect(layer: Layer, rows: int | None, change: Change) -> Candidate:
         except Exception as error:  # some do not even compile
             return Candidate(change, 0, f"{type(error).__name__}: {error}".splitlines()[0][:120])
     # One buffer beside the one in use; how products are made is left to the clock.
-    promise = Shipped(wanted, lambda: made, 1, figures.mma)
+    promise = Shipped(wanted, lambda: made, 1, figures.mma, repeats=figures.repeats)
     wrong = problems(figures, promise, layer.arch)
     if wrong or not figures.blocks:
         return Candidate(change, 0, "; ".join(wrong) or "no block of it fits")

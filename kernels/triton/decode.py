@@ -93,11 +93,10 @@ TUNING: dict[tuple[int | None, bool, int, int], tuple[Tuning, ...]] = {
     (None, False, 256, 4): (Tuning(16, 8, 3, 1), Tuning(16, 8, 3, 1), Tuning(16, 8, 2, 1)),
     # Wide heads: fewer rows, so that sums of 512 columns stay in registers.
     (None, True, 512, 2): (Tuning(16, 4, 3, 2), Tuning(32, 8, 3, 1)),
-    (80, True, 1024, 2): (Tuning(16, 4, 4, 2), Tuning(32, 8, 3, 1)),
+    (80, True, 1024, 2): (Tuning(16, 4, 4, 2), Tuning(64, 8, 2, 1)),
     (90, True, 1024, 2): (Tuning(16, 4, 4, 3), Tuning(32, 8, 3, 1), Tuning(64, 8, 2, 1)),
-    (None, True, 1024, 2): (Tuning(16, 4, 4, 3), Tuning(32, 8, 3, 1), Tuning(32, 8, 3, 1)),
-    (None, False, 512, 2): (Tuning(16, 4, 3, 1), Tuning(16, 8, 3, 1)),
-    (120, False, 1024, 2): (Tuning(16, 4, 4, 1), Tuning(16, 8, 3, 1)),
+    (None, True, 1024, 2): (Tuning(16, 4, 4, 2), Tuning(32, 8, 3, 1)),
+    (None, False, 512, 2): (Tuning(16, 4, 3, 1), Tuning(16, 4, 3, 1)),
     (None, False, 1024, 2): (Tuning(16, 4, 4, 1), Tuning(16, 4, 3, 1)),
     (None, True, 512, 4): (Tuning(16, 8, 2, 1),),
     (None, True, 1024, 4): (Tuning(16, 8, 3, 1),),
@@ -157,6 +156,8 @@ def _entries(target: Target, geometry: Geometry) -> tuple[Tuning, ...]:
 def most_rows(target: Target, geometry: Geometry) -> int:
     """Rows of a product that several queries fill."""
     sizes = 3 if target.arch == 0 else len(_entries(target, geometry))
+    if geometry.chained and not target.chains:
+        sizes = 2  # of fewer than 64 rows
     return min(8 << sizes, geometry.most_ratio)
 
 

@@ -49,6 +49,14 @@ class Target(NamedTuple):
         """More shared memory than consumer cards have (99 KiB a block)."""
         return self.shared > 128 << 10
 
+    @property
+    def chains(self) -> bool:
+        """Whether products of 64 rows may be added up: Triton compiles that wrongly for 10.x.
+
+        There the tensor memory holds such sums (triton#10821, up to 3.8); fewer rows use none.
+        """
+        return self.arch // 10 != 10
+
 
 class Layout(NamedTuple):
     """Where the slots of K or of V pages lie; strides in elements, or in words."""
@@ -115,6 +123,11 @@ class Geometry(NamedTuple):
     def bits(self) -> int:
         """The fewest of an element of K or V."""
         return 16 // max(self.k.parts, self.v.parts)
+
+    @property
+    def chained(self) -> bool:
+        """Whether several products of the tensor cores add up to one score, of narrow heads."""
+        return self.k.parts > 1 and self.dtype.itemsize == 2
 
     @property
     def padded(self) -> int:

@@ -50,12 +50,13 @@ TUNING: dict[tuple[int | None, bool, int, int], Tuning] = {
     (None, True, 64, 2): Tuning(128, 64, 8, 3),
     (80, True, 128, 2): Tuning(128, 32, 8, 4),
     (None, True, 128, 2): Tuning(128, 64, 8, 3),
-    # A tile of 64 rows would have both warpgroups make the same scores.
+    # Warps lie side by side along tokens here (on sm_90 along rows): a narrower tile would have
+    # them make the same scores twice and more.
     (90, True, 256, 2): Tuning(128, 32, 8, 3),
-    (None, True, 256, 2): Tuning(64, 32, 8, 3),
+    (None, True, 256, 2): Tuning(64, 64, 8, 2),
     (None, False, 64, 2): Tuning(128, 64, 8, 3),
     (None, False, 128, 2): Tuning(128, 32, 8, 3),
-    (None, False, 256, 2): Tuning(64, 16, 8, 3),
+    (None, False, 256, 2): Tuning(32, 64, 8, 2),
     (None, True, 64, 4): Tuning(64, 32, 8, 3),
     (80, True, 128, 4): Tuning(32, 16, 4, 3),
     (None, True, 128, 4): Tuning(32, 16, 8, 3),
@@ -66,15 +67,16 @@ TUNING: dict[tuple[int | None, bool, int, int], Tuning] = {
     # Wide heads. Long chunks over latents are better expanded: there these need not be fast.
     (None, True, 512, 2): Tuning(32, 32, 8, 3),
     (None, True, 1024, 2): Tuning(32, 32, 8, 3),
-    (None, False, 512, 2): Tuning(32, 16, 8, 3),
-    (None, False, 1024, 2): Tuning(32, 16, 8, 3),
+    (None, False, 512, 2): Tuning(32, 16, 4, 3),
+    (None, False, 1024, 2): Tuning(32, 16, 4, 3),
     (None, True, 512, 4): Tuning(16, 16, 8, 2),
     (None, True, 1024, 4): Tuning(16, 16, 8, 3),
     (None, False, 512, 4): Tuning(16, 16, 8, 2),
     (None, False, 1024, 4): Tuning(16, 16, 8, 2),
 }
-# Of padded head dims whose tiles spill where words of K or V are taken apart; 16-bit queries.
-CODED: dict[int, Tuning] = {256: Tuning(32, 32, 8, 3)}
+# Of padded head dims whose tiles spill where words of K or V are taken apart; 16-bit queries. Where
+# products must have fewer than 64 rows, the others take it as well.
+CODED: dict[int, Tuning] = {256: Tuning(32, 32, 4, 3)}
 INTERPRETED = Tuning(64, 32, 4, 1, False)
 
 
@@ -85,7 +87,8 @@ def tuning(target: Target, geometry: Geometry) -> Tuning:
         rest = target.roomy, geometry.padded, geometry.dtype.itemsize
         found = TUNING.get((target.arch, *rest)) or TUNING[(None, *rest)]
         if geometry.bits < 16 and geometry.dtype.itemsize == 2:
-            found = CODED.get(geometry.padded, found)
+            few_rows = geometry.chained and not target.chains
+            found = CODED.get(256 if few_rows else geometry.padded, found)
     heads = geometry.heads(found.block_m)
     block_m = max(found.block_m, triton.next_power_of_2(heads))
     return found._replace(block_m=block_m, block_n=geometry.block_n(found.block_n))

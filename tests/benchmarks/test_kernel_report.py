@@ -14,6 +14,7 @@ import triton
 
 from benchmarks import kernel_report
 from benchmarks.compiled import sass, shipped
+from pagedkv.kernels.triton.card import CHIPS
 
 ROOT = Path(__file__).resolve().parents[2]
 FINE = kernel_report.Figures(
@@ -44,6 +45,8 @@ def test_a_kernel_as_promised_has_no_problems():
         ({"mma": "ffma"}, "ffma, not hmma"),
         ({"tf32": True}, "TF32"),
         ({"int32": ("tile.py:7",)}, "int32 products reach its pages (tile.py:7)"),
+        ({"repeats": 2}, "warps make a product 2 times, not 1"),
+        ({"hazards": ("0x40 LDGSTS",)}, "may change while products run (0x40 LDGSTS)"),
     ],
 )
 def test_each_broken_promise_is_a_sentence(change, sentence):
@@ -258,7 +261,7 @@ with absent_card(arch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("arch", [80, 86, 89, 90, 120])
+@pytest.mark.parametrize("arch", CHIPS)
 def test_whatever_the_checks_accept_fits_into_shared_memory(arch, tmp_path):
     env = os.environ | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
     env |= {"PYTHONPATH": str(ROOT)}
