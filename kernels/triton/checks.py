@@ -17,6 +17,7 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 HEAD_DIMS = (*range(16, WIDEST.value + 1, 16), 512)
 MOST_LATENT = 576  # columns of K, of which V is a view
 OLDEST = 80  # compute capability 8.0: asynchronous copies, bfloat16
+FEW_ROWS = 32  # the most of a product where those of 64 may not be added up
 K_FORMATS, V_FORMATS = zip(*KV_FORMATS.values())
 
 
@@ -41,7 +42,13 @@ def check_supported(geometry: Geometry, device: torch.device) -> None:
         )
     for name, layout in (("k_pages", geometry.k), ("v_pages", geometry.v)):
         _check_layout(name, layout, geometry)
-    arch = target_of(device).arch
+    target = target_of(device)
+    if geometry.chained and not target.chains and geometry.ratio > FEW_ROWS:
+        raise NotImplementedError(
+            f"q: expected at most {FEW_ROWS} query heads a KV head with coded keys on compute "
+            f"capability 10.x, got {geometry.ratio}; backend='torch' runs there"
+        )
+    arch = target.arch
     if 0 < arch < OLDEST:
         raise NotImplementedError(
             f"device: {device} has compute capability {arch / 10}, the oldest with kernels is "

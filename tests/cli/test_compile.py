@@ -26,8 +26,8 @@ def test_what_cannot_be_compiled_is_said_before_anything_is(pagedkv, folder, mon
     monkeypatch.setattr("pagedkv.kernels.triton.launch.interpreting", lambda: False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     for options, said in (
-        ([], "--arch: expected one of 80, 86, 89, 90, 120, because no card is here"),
-        (["--arch", 91], "--arch: expected one of 80, 86, 89, 90, 120, got 91"),
+        ([], "--arch: expected one of 80, 86, 89, 90, 100, 120, because no card is here"),
+        (["--arch", 91], "--arch: expected one of 80, 86, 89, 90, 100, 120, got 91"),
         (["--kv-format", "int3"], "--kv-format: "),
         (["--cache", "read_token=5"], "did you mean read_tokens?"),
         (["--dtype", "int8"], "--dtype: "),

@@ -8,6 +8,14 @@ from pathlib import Path
 
 import pytest
 
+pytest.importorskip("triton")
+
+import torch
+
+from pagedkv.kernels import formats
+from pagedkv.kernels.triton import checks, decode, prefill
+from pagedkv.kernels.triton.launch import NOT_THERE, Geometry, Layout, Target
+
 ROOT = Path(__file__).resolve().parents[3]
 
 TRACE = """
@@ -80,7 +88,7 @@ def test_a_serving_trace_compiles_each_kernel_at_most_four_times(tmp_path, forke
 
 
 # Before compute capability 9.0 there is no launch that overlaps.
-SHIPPED = {80: 82, 86: 82, 89: 82, 90: 89, 120: 85}
+SHIPPED = {80: 82, 86: 82, 89: 82, 90: 89, 100: 85, 120: 85}
 
 
 @pytest.mark.slow
@@ -94,6 +102,24 @@ def test_every_shipped_kernel_is_well_compiled(arch):
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr
     # None was left out.
     assert len(re.findall(r"^\| .* sm_\d+ \|", done.stdout, re.M)) == SHIPPED[arch]
+
+
+@pytest.mark.parametrize(("arch", "rows"), [(90, {64, 128}), (100, {32})])
+def test_keys_in_several_parts_have_few_rows_where_sums_of_products_are_wrong(arch, rows):
+    words = Layout(formats.INT8, 1, 1, 1)
+    geometry = Geometry(32, 8, 128, 16, words, words, NOT_THERE, torch.bfloat16, 128)
+    target = Target(0, arch, 227 << 10, 132)
+    assert {decode.most_rows(target, geometry), prefill.tuning(target, geometry).block_m} == rows
+
+
+def test_more_query_heads_than_such_a_tile_has_rows_are_refused(monkeypatch):
+    monkeypatch.setattr(checks, "target_of", lambda device: Target(0, 100, 227 << 10, 148))
+    words = Layout(formats.INT8, 64, 64, 64)
+    geometry = Geometry(40, 1, 128, 16, words, words, NOT_THERE, torch.bfloat16, 128)
+    refuse = checks.check_supported.__wrapped__
+    refuse(geometry._replace(num_heads=32), torch.device("cpu"))
+    with pytest.raises(NotImplementedError, match=r"at most 32 .* 10\.x, got 40; backend='torch'"):
+        refuse(geometry, torch.device("cpu"))
 
 
 WITH_ALL_TERMS = """
