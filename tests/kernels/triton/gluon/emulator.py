@@ -4,7 +4,9 @@ Triton interprets no Gluon. Here functions of `kernels/triton/gluon/` run as the
 torch instead of `gl`: what is copied arrives when somebody waits for it, and is NaN until then;
 products are computed when they are waited for, from what then lies in their memory. So a place of a
 ring that is read too early, or given away too soon, shows in the result, and a barrier that nobody
-arrives at ends in TimeoutError. Layouts mean nothing here; the compiler checks those.
+arrives at ends in TimeoutError. A group is one thread here, but four warps on a card: what one warp
+touched others may not until the group's barrier, which is asserted. Layouts mean nothing here; the
+compiler checks those.
 """
 
 from __future__ import annotations
@@ -90,6 +92,8 @@ class Shared:
     """Shared memory; what was stored there has to be fenced before a product reads it."""
 
     unfenced: ClassVar[dict[int, set[int]]] = {}  # by thread
+    # By thread, since its group's barrier: how it was touched, and from which byte to which.
+    touched: ClassVar[dict[int, list[tuple[str, int, int]]]] = {}
 
     def __init__(self, data: Tensor) -> None:
         self.data = data
@@ -108,12 +112,28 @@ class Shared:
     def permute(self, order: tuple[int, ...]) -> Shared:
         return Shared(self.data.permute(order))
 
+    def touch(self, how: str) -> None:
+        """Notes a load, a store or the reading of a product, before which no warp was too slow."""
+        mine = Shared.touched.setdefault(threading.get_ident(), [])
+        begin = self.data.data_ptr()
+        steps = zip(self.data.shape, self.data.stride())
+        size = 1 + sum((count - 1) * stride for count, stride in steps)
+        end = begin + size * self.data.element_size()
+        for before, first, last in mine:
+            if "store" in (before, how) and first < end and begin < last:
+                # Threads store again what they loaded or stored themselves.
+                own = how == "store" and before != "product" and (first, last) == (begin, end)
+                assert own, f"no barrier between {before} and {how}"
+        mine.append((how, begin, end))
+
     def load(self, layout: Any) -> Value:
+        self.touch("load")
         return value(self.data.clone())
 
     def store(self, values: Tensor) -> None:
         assert values.shape == self.data.shape
         assert values.dtype is self.data.dtype
+        self.touch("store")
         self.data.copy_(values)
         mine = Shared.unfenced.setdefault(threading.get_ident(), set())
         mine.add(self.data.untyped_storage().data_ptr())
@@ -121,6 +141,11 @@ class Shared:
     def is_fenced(self) -> bool:
         mine = Shared.unfenced.get(threading.get_ident(), set())
         return self.data.untyped_storage().data_ptr() not in mine
+
+
+def barrier() -> None:
+    """All warps of the group have come here."""
+    Shared.touched.pop(threading.get_ident(), None)
 
 
 def fence() -> None:
@@ -153,6 +178,7 @@ class Barrier:
         self.arrivals = self.missing = int(count)
 
     def arrive(self, count: int = 1) -> None:
+        assert not Shared.touched.get(threading.get_ident()), "no barrier before it arrives"
         with Barrier.changed:
             self.missing -= count
             assert self.missing >= 0, "more arrived than are expected"
@@ -230,7 +256,13 @@ class Product:
     use_acc: bool
     result: Value | None = None
 
+    @property
+    def shared(self) -> list[Shared]:
+        return [one for one in (self.left, self.right) if isinstance(one, Shared)]
+
     def finish(self) -> None:
+        for operand in self.shared:
+            operand.touch("product")  # it read until now
         left = self.left.data if isinstance(self.left, Shared) else self.left
         product = left.as_subclass(Tensor).float() @ self.right.data.float()
         self.result = value(product + self.acc.as_subclass(Tensor) if self.use_acc else product)
@@ -242,9 +274,10 @@ _issued = threading.local()
 def multiply(
     left: Any, right: Shared, acc: Tensor, *, use_acc: bool = True, is_async: bool
 ) -> Product:
-    for operand in (left, right):
-        assert not isinstance(operand, Shared) or operand.is_fenced(), "a store that nobody fenced"
     product = Product(left, right, acc, use_acc)
+    for operand in product.shared:
+        assert operand.is_fenced(), "a store that nobody fenced"
+        operand.touch("product")
     _issued.__dict__.setdefault("products", []).append(product)
     return product
 
@@ -273,6 +306,7 @@ def specialize(parts: list[tuple[Any, tuple[Any, ...]]], *_: Any) -> None:
 
     def run(function: Any, args: tuple[Any, ...]) -> None:
         _program.number = program
+        barrier()  # threads of earlier programs may have had its number
         try:
             function(*args)
         except BaseException as error:
@@ -305,7 +339,7 @@ LANGUAGE = SimpleNamespace(
     float32=Kind(torch.float32),
     bfloat16=Kind(torch.bfloat16),
     float16=Kind(torch.float16),
-    barrier=lambda: None,
+    barrier=barrier,
     program_id=lambda axis: _program.number,
     num_programs=lambda axis: _programs,
     static_range=range,

@@ -130,6 +130,21 @@ MUTANTS = {
         "        fence_async_shared()\n        barrier()\n        acc",
         "        barrier()\n        acc",
     ),
+    "a place of K that other warps may still read": (
+        "attend",
+        "        barrier()\n        mbarrier.arrive(k_empty.index(place), count=1)\n",
+        "        mbarrier.arrive(k_empty.index(place), count=1)\n",
+    ),
+    "queries that other warps have not stored yet": (
+        "prefill",
+        "        fence_async_shared()\n        barrier()\n        acc",
+        "        fence_async_shared()\n        acc",
+    ),
+    "sums that other warps have not stored yet": (
+        "prefill",
+        "        barrier()\n        to = (at * SIZES.num_heads",
+        "        to = (at * SIZES.num_heads",
+    ),
     "half of the bytes announced": (
         "pages",
         "mbarrier.expect(full, BYTES)",
