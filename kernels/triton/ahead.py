@@ -114,7 +114,7 @@ def _standing(arg: Any) -> Any:
     return torch.empty(0, dtype=arg, device="cpu") if isinstance(arg, torch.dtype) else arg
 
 
-def start(arch: int) -> None:
+def start(arch: int | str) -> None:
     """Makes a process compile for an architecture without asking for a device."""
     driver.set_active(AbsentCard(arch, NO_CHIP))
 
@@ -155,7 +155,7 @@ def _build_launcher(compiled: Any) -> None:
 
 
 def compile_all(
-    jobs: Sequence[Job], arch: int, workers: int | None = None, launchers: bool = False
+    jobs: Sequence[Job], arch: int | str, workers: int | None = None, launchers: bool = False
 ) -> list[Done]:
     """Compiles jobs in `workers` processes, by default one for each core; returns how each ended.
 
@@ -171,9 +171,9 @@ def compile_all(
         return [one for share in done for one in share]
 
 
-def _compile_apart(jobs: Sequence[Job], arch: int, launchers: bool) -> list[Done]:
+def _compile_apart(jobs: Sequence[Job], arch: int | str, launchers: bool) -> list[Done]:
     """Compiles jobs in a process of its own."""
-    program = f"from {__name__} import serve; serve({arch}, {launchers})"
+    program = f"from {__name__} import serve; serve({arch!r}, {launchers})"
     paths = os.pathsep.join(path for path in sys.path if path)
     done = subprocess.run(
         [sys.executable, "-c", program],
@@ -189,7 +189,7 @@ def _compile_apart(jobs: Sequence[Job], arch: int, launchers: bool) -> list[Done
     return found
 
 
-def serve(arch: int, launchers: bool) -> None:
+def serve(arch: int | str, launchers: bool) -> None:
     """Compiles the jobs that come on standard input, and tells what became of them."""
     answer = os.dup(1)
     os.dup2(2, 1)  # prints of other code are shown, and are no part of the answer

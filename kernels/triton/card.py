@@ -42,6 +42,7 @@ CHIPS = {
 }
 REGISTERS = 64 << 10  # per multiprocessor, on all of them
 WARP = 32
+AMD = {"gfx942": Chip(64 << 10, 304, 2048, 32)}  # MI300X
 
 
 class SilentLauncher:
@@ -67,21 +68,23 @@ class AbsentCard:
 
     launcher_cls = SilentLauncher
 
-    def __init__(self, arch: int, chip: Chip | None = None) -> None:
+    def __init__(self, arch: int | str, chip: Chip | None = None) -> None:
         self.arch = arch
-        self.chip = chip or CHIPS[arch]
+        self.chip = chip or (CHIPS[arch] if isinstance(arch, int) else AMD[arch])
         self.launches = 0
         self.utils = SimpleNamespace(
             load_binary=self._load_binary, get_device_properties=self._properties
         )
 
     def get_current_target(self) -> GPUTarget:
+        if isinstance(self.arch, str):
+            return GPUTarget("hip", self.arch, 64)
         return GPUTarget("cuda", self.arch, WARP)
 
     def get_current_device(self) -> int:
         # Triton keeps compiled kernels by device number: this gives each architecture its own, and
         # leaves those of a real device 0 alone.
-        return self.arch
+        return self.arch if isinstance(self.arch, int) else int(self.arch.removeprefix("gfx"), 16)
 
     def get_current_stream(self, device: int) -> int:
         return 0
@@ -101,7 +104,7 @@ class AbsentCard:
 
 
 @contextmanager
-def absent_card(arch: int = 90, chip: Chip | None = None) -> Iterator[AbsentCard]:
+def absent_card(arch: int | str = 90, chip: Chip | None = None) -> Iterator[AbsentCard]:
     """Lets Triton find a card of this architecture, and what it found before on leaving."""
     if knobs.runtime.interpret:
         raise RuntimeError("expected kernels to be compiled, but TRITON_INTERPRET is set")

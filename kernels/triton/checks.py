@@ -17,6 +17,7 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 HEAD_DIMS = (*range(16, WIDEST.value + 1, 16), 512)
 MOST_LATENT = 576  # columns of K, of which V is a view
 OLDEST = 80  # compute capability 8.0: asynchronous copies, bfloat16
+MOST_ON_AMD = 128  # columns, whose tiles fit into 64 KB; coded pages are read by PTX
 FEW_ROWS = 32  # the most of a product where those of 64 may not be added up
 K_FORMATS, V_FORMATS = zip(*KV_FORMATS.values())
 
@@ -49,7 +50,14 @@ def check_supported(geometry: Geometry, device: torch.device) -> None:
             f"capability 10.x, got {geometry.ratio}; backend='torch' runs there"
         )
     arch = target.arch
-    if 0 < arch < OLDEST:
+    if isinstance(arch, str):
+        dense = geometry.k.format.dense and geometry.v.format.dense
+        if not dense or geometry.head_dim > MOST_ON_AMD or geometry.dtype == torch.float32:
+            raise NotImplementedError(
+                f"device: {arch} has kernels for dense pages of 16 bits and head dims up to "
+                f"{MOST_ON_AMD} alone; backend='torch' runs there"
+            )
+    elif 0 < arch < OLDEST:
         raise NotImplementedError(
             f"device: {device} has compute capability {arch / 10}, the oldest with kernels is "
             f"{OLDEST / 10}; backend='torch' runs there"

@@ -76,13 +76,14 @@ class Tuning(NamedTuple):
 # for any, roomy shared memory, padded head dim, bytes an element). Static choices: no spills, at
 # least two buffers of K and V beside the one in use, and of those the most bytes in flight for the
 # fewest instructions (benchmarks/kernel_report.py). benchmarks/gpu/tune.py prints measured ones.
-TUNING: dict[tuple[int | None, bool, int, int], tuple[Tuning, ...]] = {
+TUNING: dict[tuple[int | str | None, bool, int, int], tuple[Tuning, ...]] = {
     (None, True, 64, 2): (Tuning(64, 4, 3, 6), Tuning(64, 4, 3, 4), Tuning(64, 4, 3, 4)),
     (90, True, 128, 2): (Tuning(64, 4, 3, 3), Tuning(32, 4, 4, 3), Tuning(64, 4, 3, 2)),
     (None, True, 128, 2): (Tuning(64, 4, 3, 3), Tuning(32, 4, 4, 3), Tuning(32, 4, 3, 2)),
     (None, True, 256, 2): (Tuning(32, 4, 3, 3), Tuning(32, 8, 3, 2), Tuning(32, 8, 3, 1)),
     (None, False, 64, 2): (Tuning(32, 4, 3, 5), Tuning(64, 4, 3, 2), Tuning(64, 4, 3, 2)),
     (120, False, 128, 2): (Tuning(32, 4, 3, 2), Tuning(32, 4, 3, 2), Tuning(64, 8, 3, 1)),
+    ("gfx942", False, 128, 2): (Tuning(32, 4, 3, 2), Tuning(32, 4, 3, 2), Tuning(32, 4, 2, 1)),
     (None, False, 128, 2): (Tuning(32, 4, 3, 2), Tuning(32, 4, 3, 2), Tuning(64, 4, 3, 1)),
     (None, False, 256, 2): (Tuning(32, 4, 3, 1), Tuning(16, 4, 3, 1), Tuning(16, 8, 3, 1)),
     (None, True, 64, 4): (Tuning(32, 4, 3, 3), Tuning(32, 4, 3, 5), Tuning(16, 4, 4, 4)),

@@ -34,13 +34,13 @@ class Target(NamedTuple):
 
     Attributes:
         device: its number; -1 for the interpreter.
-        arch: compute capability, 90 for 9.0; 0 for the interpreter.
+        arch: compute capability, 90 for 9.0; 0 for the interpreter; a name, "gfx942", for AMD's.
         shared: bytes of shared memory that a block can have.
         processors: streaming multiprocessors.
     """
 
     device: int
-    arch: int
+    arch: int | str
     shared: int
     processors: int
 
@@ -55,7 +55,7 @@ class Target(NamedTuple):
 
         There the tensor memory holds such sums (triton#10821, up to 3.8); fewer rows use none.
         """
-        return self.arch // 10 != 10
+        return self.arch not in range(100, 110)
 
 
 class Layout(NamedTuple):
@@ -209,7 +209,7 @@ def _target(device: int) -> Target:
         with torch.cuda.device(device):
             return _target.__wrapped__(device)
     found = driver.active.utils.get_device_properties(device)
-    arch = int(driver.active.get_current_target().arch)
+    arch = driver.active.get_current_target().arch
     return Target(device, arch, found["max_shared_mem"], found["multiprocessor_count"])
 
 
@@ -237,7 +237,7 @@ class Launcher:
         self.device = target.device
         self.static = static
         self.options = {"num_warps": num_warps, "num_stages": num_stages}
-        if registers is not None:
+        if registers is not None and isinstance(target.arch, int):  # AMD's compiler has no bound
             self.options["maxnreg"] = min(255, registers)
         if pdl:
             self.options["launch_pdl"] = True

@@ -46,7 +46,7 @@ class Tuning(NamedTuple):
 
 
 # Keyed as in decode.py. Static choices: no spills, and as many buffers as fit.
-TUNING: dict[tuple[int | None, bool, int, int], Tuning] = {
+TUNING: dict[tuple[int | str | None, bool, int, int], Tuning] = {
     (None, True, 64, 2): Tuning(128, 64, 8, 3),
     (80, True, 128, 2): Tuning(128, 32, 8, 4),
     (None, True, 128, 2): Tuning(128, 64, 8, 3),

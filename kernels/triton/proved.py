@@ -24,10 +24,10 @@ TRY = "PAGEDKV_TRY"  # in the environment: names that are on without proof, sepa
 _tried: ContextVar[tuple[str, ...] | None] = ContextVar("what is tried", default=None)
 
 
-def is_on(name: str, arch: int) -> bool:
+def is_on(name: str, arch: int | str) -> bool:
     """Whether it is chosen on an architecture: 90, say; 0 is the interpreter's, which has none."""
     assert name in NAMES
-    if arch < SINCE:
+    if isinstance(arch, str) or arch < SINCE:
         return False
     tried = _tried.get()
     if tried is not None:

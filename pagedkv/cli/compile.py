@@ -75,7 +75,7 @@ def compile_kernels(
         fields |= {"kv_format": kv_formats_of(kv_format)}
         fields |= {} if page_size is None else {"page_size": page_size}
         began = time.perf_counter()
-        number, arch = _compile(model, arch, dtype_of(dtype), fields, workers)
+        number, found = _compile(model, arch, dtype_of(dtype), fields, workers)
     except (UsageError, PagedKVError, ValueError, NotImplementedError) as error:
         typer.echo(f"pagedkv: {error}", err=True)
         raise typer.Exit(USAGE) from None
@@ -83,27 +83,27 @@ def compile_kernels(
         typer.echo(f"pagedkv: {error}", err=True)
         raise typer.Exit(1) from None
     seconds = time.perf_counter() - began
-    typer.echo(f"{number} kernels compiled for sm_{arch} in {seconds:.0f} s", err=True)
+    typer.echo(f"{number} kernels compiled for {found} in {seconds:.0f} s", err=True)
 
 
 def _compile(
     name: str, arch: int | None, dtype: str, fields: dict[str, Any], workers: int | None
-) -> tuple[int, int]:
+) -> tuple[int, str]:
     """Compiles kernels; returns their number, and the architecture that they are for."""
     from pagedkv import BatchGenerator, PagedKVCache
     from pagedkv.hf.model import cache_config
 
-    arch, chip = _card(arch)
+    found, chip = _card(arch)
     from pagedkv.kernels.triton.card import absent_card
 
     shape = _without_weights(name, dtype)
-    with absent_card(arch, chip):
+    with absent_card(found, chip):
         pages = PagedKVCache(cache_config(shape, TOKENS, **fields), device="cpu", backend="triton")
         with BatchGenerator(shape, cache=pages) as generator:
-            return generator.warm_up(workers), arch
+            return generator.warm_up(workers), f"sm_{found}" if isinstance(found, int) else found
 
 
-def _card(arch: int | None) -> tuple[int, Chip]:
+def _card(arch: int | None) -> tuple[int | str, Chip]:
     """The architecture to compile for, and what it offers."""
     import torch
 

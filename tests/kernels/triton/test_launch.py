@@ -122,6 +122,52 @@ def test_more_query_heads_than_such_a_tile_has_rows_are_refused(monkeypatch):
         refuse(geometry, torch.device("cpu"))
 
 
+# Nobody ran these: the least that can be said is that they compile, multiply by MFMA, and fit.
+ON_AMD = """
+from functools import partial
+
+from benchmarks.compiled.launched import compiled_by
+from benchmarks.compiled.shipped import ALL_TERMS, INT8, Heads, _attend, _write
+from pagedkv.kernels.prefixes import Prefix
+from pagedkv.kernels.triton.card import AMD, absent_card
+
+shared = [Prefix(slice(0, 2), 64)]
+with absent_card("gfx942"):
+    for kernel, name, call in (
+        ("_decode", "decode", partial(_attend, Heads(), 1, ALL_TERMS)),
+        ("_decode", "128 heads a KV head", partial(_attend, Heads(128, 1), 1, {})),
+        ("_decode", "8 queries", partial(_attend, Heads(head_dim=64), 8, {})),
+        ("_decode", "shared prefix", partial(_attend, Heads(), 1, {}, shared)),
+        ("_decode", "mass", partial(_attend, Heads(), 1, {"mass": True})),
+        ("_prefill", "prefill", partial(_attend, Heads(), 100, ALL_TERMS)),
+        ("_merge", "merge", partial(_attend, Heads(), 1, {})),
+        ("_cut_rows", "cut rows", partial(_attend, Heads(), 1, {})),
+        ("_write_kv", "write", partial(_write, Heads())),
+    ):
+        made = compiled_by(kernel, call)
+        code = made.asm["amdgcn"]
+        assert made.metadata.target.arch == "gfx942"
+        assert made.metadata.shared <= AMD["gfx942"].shared, name
+        assert ("v_mfma" in code) == (kernel in ("_decode", "_prefill")), name
+        assert ".vgpr_spill_count: 0" in " ".join(code.split()), name
+        assert "scratch_" not in code, name
+    for heads in (Heads(**INT8), Heads(8, 1, 256)):
+        try:
+            _attend(heads, 1, {})
+        except NotImplementedError as error:
+            print(error)
+"""
+
+
+@pytest.mark.slow
+def test_dense_kernels_compile_for_an_architecture_of_amd_and_no_others_are_offered(
+    tmp_path, forked
+):
+    said = forked(ON_AMD, TRITON_INTERPRET="0", TRITON_CACHE_DIR=str(tmp_path)).splitlines()
+    assert len(said) == 2
+    assert all("gfx942 has kernels for dense pages" in line for line in said)
+
+
 WITH_ALL_TERMS = """
 from benchmarks.kernel_report import measure
 
