@@ -45,6 +45,7 @@ from .prompts import (
     as_python,
     encode,
     has_length,
+    is_processor,
     needs_processor,
     needs_tokenizer,
     processor_of,
@@ -77,7 +78,7 @@ class BatchGenerator:
 
     Args:
         model: a decoder whose forward takes `position_ids`, or a PEFT model of one.
-        tokenizer: for prompts given as text, or the model's processor for prompts with images;
+        tokenizer: for prompts given as text, or the model's processor for images and audio;
             default the one saved with the model's checkpoint.
         cache: pages to use; default the model's own, shared with its `PagedCache`s.
         plan: what sizes the model's own pages, and the two widths below.
@@ -161,9 +162,9 @@ class BatchGenerator:
         sizes |= {"pack_weights": pack_weights, "batch_invariant": batch_invariant}
         self._packed = PackedModel(model, **sizes)
         self.cache = self._packed.kv
-        is_processor = hasattr(tokenizer, "image_processor")
-        self.tokenizer = tokenizer.tokenizer if is_processor else tokenizer
-        self.processor = tokenizer if is_processor else None
+        is_whole = is_processor(tokenizer)
+        self.tokenizer = tokenizer.tokenizer if is_whole else tokenizer
+        self.processor = tokenizer if is_whole else None
         self.model = model = self._packed.model
         try:
             require_like_alone(self._packed, unknown)
@@ -207,9 +208,9 @@ class BatchGenerator:
 
         Args:
             prompts: each a text, `[n]` ids, a list of chat messages, or what a processor returns
-                for one prompt; or a column of them. Messages may have images, and a dictionary
-                with `text` and `images` is given to the processor. An iterator is read as rows
-                leave.
+                for one prompt; or a column of them. Messages may have images or audio, and a
+                dictionary with `text` and these is given to the processor. An iterator is read as
+                rows leave.
             options: what transformers' `generate` takes (`max_new_tokens`, `do_sample`,
                 `temperature`, `top_p`, `stop_strings`, `num_return_sequences`, `generation_config`,
                 `logits_processor`, `stopping_criteria`, ...). `max_new_tokens` and `temperature`
@@ -442,7 +443,9 @@ class BatchGenerator:
                 self.tokenizer = getattr(self.processor, "tokenizer", None)
         found = encode(prompts, self.tokenizer, self.processor, chats, first)
         if self.cache.ranks.size > 1 and any(isinstance(prompt, Unread) for prompt in found):
-            raise ValueError("prompts: images are not served where several processes share a model")
+            raise ValueError(
+                "prompts: images and audio are not served where several processes share a model"
+            )
         return found
 
     def _encode_known(self, prompts: list[Prompt], chats: list[Any]) -> list[Ints | Unread]:

@@ -14,7 +14,7 @@ from copy import copy
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import GenerationMixin, PreTrainedModel
 
 from pagedkv.cache.cache import PagedKVCache
 from pagedkv.config import field_of
@@ -33,6 +33,7 @@ from pagedkv.hf.blocked_weights import (
 )
 from pagedkv.hf.cache import PagedCache
 from pagedkv.hf.foreign_hooks import foreign_hook
+from pagedkv.hf.images import SOUNDS
 from pagedkv.hf.look import admit
 from pagedkv.hf.model import (
     device_of,
@@ -315,6 +316,9 @@ def _why_not_packed(model: PreTrainedModel) -> str | None:
         named = "position_ids" in parameters_of(model)
         what = "hands no position_ids on to its decoder" if named else "takes no position_ids"
         return f"its forward {what}, positions come from the mask"
+    own = type(model).generate is not GenerationMixin.generate
+    if own and SOUNDS in parameters_of(model) and getattr(model, "_hf_peft_config_loaded", False):
+        return "its generate switches adapters on for audio and off for text, and rows share a step"
     if "longrope" in {str(value) for value in _leaves(field_of(config, "rope_parameters") or {})}:
         return "its rotary embedding (longrope) depends on the longest row of the batch"
     return None

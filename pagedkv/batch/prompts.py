@@ -14,8 +14,13 @@ from pagedkv.hf.model import text_config
 
 from .chats import Told, chat_ids, is_chat, rendered, require_known
 
-NOT_SERVED = ("video", "audio")
-Prompt = Any  # text, ids, a list of chat messages, or a mapping with images
+# Parts of messages that are no text, and what a processor that takes them has.
+BESIDE_TEXT = {
+    "image": ("image_processor",),
+    "audio": ("feature_extractor", "audio_processor"),
+    "video": (),
+}
+Prompt = Any  # text, ids, a list of chat messages, or a mapping with images or audio
 
 
 def as_list(prompts: Any) -> list[Prompt]:
@@ -58,7 +63,8 @@ class Unread:
     """A prompt that is read when its row is made: what a processor returned, or shall make of it.
 
     Args:
-        prompt: a mapping with `input_ids`, one with `text` and `images`, or chat messages.
+        prompt: a mapping with `input_ids`, one with `text` and `images` or `audio`, or chat
+            messages.
         processor: for all but the first; None if there is none.
         told: what the template of messages is told.
     """
@@ -93,14 +99,16 @@ class Unread:
         prompt = self._prompt
         if isinstance(prompt, Mapping) and "input_ids" in prompt:
             return prompt
-        kinds = [] if isinstance(prompt, Mapping) else _kinds_in(prompt)
-        if strange := [kind for kind in kinds if any(name in kind for name in NOT_SERVED)]:
-            raise ValueError(f"prompt: expected messages of text and images, got {strange[0]}")
         if self._processor is None:
             raise ValueError(
-                "prompt: its images need the model's processor, and none was found; give it to "
-                "BatchGenerator in place of the tokenizer"
+                "prompt: what it has beside text needs the model's processor, and none was found; "
+                "give it to BatchGenerator in place of the tokenizer"
             )
+        taken = _taken_by(self._processor)
+        for kind in [] if isinstance(prompt, Mapping) else _kinds_in(prompt):
+            if any(name in kind for name in BESIDE_TEXT.keys() - taken):
+                served = " and ".join(["text", *taken])
+                raise ValueError(f"prompt: expected messages of {served}, got {kind}")
         try:
             if isinstance(prompt, Mapping):
                 return self._processor(**prompt, return_tensors="pt")
@@ -108,7 +116,7 @@ class Unread:
                 self._processor, prompt, self._told, return_dict=True, return_tensors="pt"
             )
             return found
-        except Exception as error:  # of whatever reads an image
+        except Exception as error:  # of whatever reads an image or audio
             raise ValueError(
                 f"prompt: its processor raised {type(error).__name__}: {error}"
             ) from error
@@ -168,15 +176,27 @@ def needs_tokenizer(prompt: Prompt) -> bool:
 
 
 def has_images(prompt: Prompt) -> bool:
-    """Whether a prompt may have images: a mapping, or messages with more than text."""
+    """Whether a prompt may have images or audio: a mapping, or messages with more than text."""
     if not is_chat(prompt):
         return isinstance(prompt, Mapping) and not {"input_ids", "text"}.isdisjoint(prompt)
-    return any(name in kind for kind in _kinds_in(prompt) for name in ("image", *NOT_SERVED))
+    return any(name in kind for kind in _kinds_in(prompt) for name in BESIDE_TEXT)
 
 
 def needs_processor(prompt: Prompt) -> bool:
-    """Whether a prompt has images that were not processed yet."""
+    """Whether a prompt has images or audio that were not processed yet."""
     return has_images(prompt) and "input_ids" not in prompt
+
+
+def is_processor(given: Any) -> bool:
+    """Whether what was given as a tokenizer makes images or audio part of a prompt."""
+    return bool(_taken_by(given))
+
+
+def _taken_by(processor: Any) -> list[str]:
+    """The parts of messages that a processor takes beside text."""
+    return [
+        kind for kind, names in BESIDE_TEXT.items() if any(hasattr(processor, n) for n in names)
+    ]
 
 
 def tokenizer_of(model: PreTrainedModel) -> Any:

@@ -115,7 +115,7 @@ class GenerationStats:
         accepted: drafted tokens that were right and kept.
         draft_steps: forwards of the draft model.
         draft_seconds: time in these, and in what goes with them; a part of `seconds`.
-        vision_forwards: how often images of a prompt went through the model.
+        vision_forwards: how often images or audio of a prompt went through the model.
         scored: tokens of continuations that were scored.
         step_cost: what a step takes, by the latest.
     """
@@ -164,7 +164,7 @@ class GenerationStats:
         if self.drafted:
             lines.append(f"{self.accepted:,} of {self.drafts}")
         if self.vision_forwards:
-            lines.append(f"{self.vision_forwards:,} times images went through the model")
+            lines.append(f"{self.vision_forwards:,} times images or audio went through the model")
         return "\n".join(lines)
 
 

@@ -1,4 +1,4 @@
-"""Sees for the rows of a job: which images a step feeds, and the positions of its tokens."""
+"""Sees and hears for the rows of a job: what a step is fed, and the positions of its tokens."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from pagedkv.arrays import Ints
 from pagedkv.errors import UnsupportedModelError
 from pagedkv.hf.image_numbers import OF_TOKENS
-from pagedkv.hf.images import PIXELS, Features, Vision, image_token_of, on_device
+from pagedkv.hf.images import PIXELS, SOUNDS, Features, Sense, Vision, on_device, sense_of
 from pagedkv.hf.model import device_of
 from pagedkv.kernels.sending import sent
 
@@ -25,13 +25,14 @@ from .sampling import reason
 
 # What tokenizers say of a text when asked.
 SAID_OF_TEXTS = ("special_tokens_mask", "offset_mapping", "length")
+TEXT_ALONE = Sense("images", PIXELS, -1)  # of a model that takes neither: no token is one
 
 
 class StepImages:
-    """Sees for the rows of a job.
+    """Sees and hears for the rows of a job.
 
     Args:
-        stats: where it counts how often it ran the model for images.
+        stats: where it counts how often it ran the model for images or audio.
     """
 
     def __init__(self, packed: PackedModel, stats: GenerationStats) -> None:
@@ -39,8 +40,12 @@ class StepImages:
 
     @cached_property
     def vision(self) -> Vision:
-        """The part of the model that sees."""
+        """The part of the model that sees, or hears."""
         return Vision(self._packed.model)
+
+    @cached_property
+    def _sense(self) -> Sense:
+        return sense_of(self._packed.model) or TEXT_ALONE
 
     def prompt(self, ids: Ints, inputs: Mapping[str, Any]) -> ImagePrompt | None:
         """A prompt, whose positions are computed and whose images are not looked at yet.
@@ -52,21 +57,22 @@ class StepImages:
             UnsupportedModelError: the model takes no images.
         """
         inputs = {name: value for name, value in inputs.items() if value is not None}
+        word, given, token = self._sense
         for name in inputs:
-            if "video" in name or "audio" in name or name == "input_features":
+            heard = "audio" in name or name == SOUNDS
+            if "video" in name or (heard and given != SOUNDS):
                 raise ValueError(
-                    f"{name}: expected images, packed rows serve nothing else; `PagedCache` with "
+                    f"{name}: expected {word}, packed rows serve nothing else; `PagedCache` with "
                     "`generate` may work"
                 )
-        if PIXELS not in inputs:
-            _require_text(ids, inputs, self._packed.model.config)
+        if given not in inputs:
+            _require_text(ids, inputs, self._sense)
             return None
         inputs = {name: as_tensor(name, value) for name, value in inputs.items()}
-        places = np.flatnonzero(ids == self.vision.image_token)
+        vision, places = self.vision, np.flatnonzero(ids == token)
         if not places.size:
             raise ValueError(
-                f"{PIXELS}: expected tokens {self.vision.image_token} in the text where the image "
-                "goes, got none"
+                f"{given}: expected tokens {token} in the text where the {word} go, got none"
             )
         kinds = inputs.get("mm_token_type_ids")
         if kinds is not None and not np.array_equal(np.flatnonzero(np.asarray(kinds)), places):
@@ -74,7 +80,7 @@ class StepImages:
                 f"mm_token_type_ids: expected 1 for the {len(places)} tokens of images and 0 for "
                 "others"
             )
-        positions = self.vision.positions(torch.from_numpy(ids), inputs)
+        positions = vision.positions(torch.from_numpy(ids), inputs)
         return ImagePrompt(ids.astype(np.int32), inputs, places, positions)
 
     @torch.inference_mode()
@@ -95,7 +101,7 @@ class StepImages:
                 part.row.error = str(error)
                 failed.append(part.row)
             except Exception as error:  # mostly of pixels that do not fit the text
-                part.row.error = reason(error, "looking at its images")
+                part.row.error = reason(error, f"computing its {self._sense.word}")
                 failed.append(part.row)
         return failed
 
@@ -116,7 +122,7 @@ class StepImages:
         positions = step.positions[None] if positions is None else positions
         places = np.concatenate([part.at + part.places - part.begin for part in shown])
         at = sent(places, step.positions.device)
-        ids = step.tokens.index_fill(0, at, self.vision.image_token)
+        ids = step.tokens.index_fill(0, at, self._sense.token)
         features = Features.joined([part.features() for part in shown])
         return Inputs(ids[None], positions, self.vision.fed(at, features, self._packed.carrier))
 
@@ -170,15 +176,14 @@ class Part(NamedTuple):
         return self.images.features.part(first, first + len(self.places))
 
 
-def _require_text(ids: Ints, inputs: Mapping[str, Any], config: Any) -> None:
+def _require_text(ids: Ints, inputs: Mapping[str, Any], sense: Sense) -> None:
     """Raises where a prompt without pixels looks as if it should have had some."""
+    word, given, token = sense
     if more := sorted(inputs.keys() - {*OF_TOKENS, *SAID_OF_TEXTS}):
-        raise ValueError(f"{', '.join(more)}: expected {PIXELS} with it, or a text without images")
-    token = image_token_of(config)
-    if token is not None and (ids == token).any():
+        raise ValueError(f"{', '.join(more)}: expected {given} with it, or a text without {word}")
+    if count := int((ids == token).sum()):
         raise ValueError(
-            f"{PIXELS}: the text has {int((ids == token).sum())} image tokens, so it needs the "
-            "images, got none"
+            f"{given}: the text has {count} tokens of {word}, so it needs the {word}, got none"
         )
 
 

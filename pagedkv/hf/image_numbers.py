@@ -1,8 +1,9 @@
-"""Numbers that stand for image tokens where texts are compared.
+"""Numbers that stand for tokens of images or audio where texts are compared.
 
 An image is the same token many times over, whatever it shows. So in the text by which prefixes are
 found each of these tokens is a number made of the image's digest instead: two rows share an image
-only if pixels and grid agree. The model gets the tokens that stand in the prompt.
+only if pixels and grid agree, and audio only if features and masks do. The model gets the tokens
+that stand in the prompt.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from pagedkv.arrays import Ints, Tokens
 
-from .images import GRID, PIXELS, image_token_of
+from .images import GRID, PIXELS, SOUNDS, image_token_of
 
 # No vocabulary has ids from here on; numbers of image tokens are between this and 2**31.
 FIRST_IMAGE_NUMBER = 2**30
@@ -55,7 +56,9 @@ def numbers_of(
         for name, part in sorted(parts.items()):
             digest.update(f"{name} {_described(part)}".encode())
             if isinstance(part, Tensor):
-                digest.update(part.reshape(-1).cpu().view(torch.uint8).numpy().tobytes())
+                # What Whisper's processor returns as a mask may step over elements.
+                flat = part.flatten().cpu().clone(memory_format=torch.contiguous_format)
+                digest.update(flat.view(torch.uint8).numpy().tobytes())
         for name in KINDS_OF_TOKENS:  # by them some models read an image both ways
             if name in inputs:
                 kinds = np.asarray(inputs[name]).reshape(-1)[at[0] : at[-1] + 1]
@@ -73,7 +76,7 @@ def _images(
 ) -> Iterator[tuple[Ints, dict[str, Any]]]:
     """The tokens and inputs of each image; of all together, where it is not known whose is what."""
     parts = {name: value for name, value in inputs.items() if name not in OF_TOKENS}
-    grid, pixels = parts.get(GRID), parts.get(PIXELS)
+    grid, pixels = parts.get(GRID), parts.get(PIXELS, parts.get(SOUNDS))
     runs = np.split(places, np.flatnonzero(np.diff(places) > 1) + 1)
     if isinstance(grid, Tensor) and isinstance(pixels, Tensor) and grid.ndim == 2:
         patches = grid.prod(-1).cpu().numpy()

@@ -1,10 +1,11 @@
-"""How a model sees the images of a prompt: what its decoder is given for them.
+"""How a model sees the images of a prompt, or hears its audio: what its decoder is given for them.
 
 Every image-text model puts the features of its images into the embeddings of the text and hands
 these to its decoder, some with more of the kind beside them. So a model of any family is run up to
 its decoder, once for a prompt, and what arrives there for the tokens of its images is kept. Steps
 that feed these tokens put it back in the same place. Giving the model `inputs_embeds`
-would lose what stands beside them.
+would lose what stands beside them. Audio-text models do the same with audio, and so what these
+modules say of images holds for it.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ from .model import device_of, text_config
 from .release import cache_argument
 
 IMAGE_TOKEN = ("image_token_id", "image_token_index", "media_placeholder_token_id")
+AUDIO_TOKEN = ("audio_token_id", "audio_token_index")
 PIXELS, GRID, KINDS = "pixel_values", "image_grid_thw", "mm_token_type_ids"
+SOUNDS = "input_features"
 EMBEDDINGS, DEEPSTACK, DEEPSTACK_AT = "inputs_embeds", "deepstack_visual_embeds", "visual_pos_masks"
 # Arguments of decoders that hold something for each token, as `[B, T, ...]`.
 BY_TOKEN = (EMBEDDINGS, "per_layer_inputs")
@@ -73,30 +76,40 @@ class _Reached(Exception):
         self.arguments = arguments
 
 
-class Vision:
-    """The part of a model that sees.
+class Sense(NamedTuple):
+    """The inputs that a model takes beside text.
 
     Attributes:
-        image_token: the id that stands in a text for each token of an image.
+        word: for it.
+        argument: of the model's forward that holds it.
+        token: the id that stands in a text for each of its tokens.
+    """
+
+    word: str
+    argument: str
+    token: int
+
+
+class Vision:
+    """The part of a model that sees, or hears.
 
     Raises:
-        UnsupportedModelError: the model takes no images.
+        UnsupportedModelError: the model takes neither images nor audio.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model, config = model, model.config
-        image_token = image_token_of(config)
-        decoder = model.get_decoder()
-        accepted = inspect.signature(model.forward).parameters
-        if image_token is None or PIXELS not in accepted or decoder.config is config:
+        sense, decoder = sense_of(model), model.get_decoder()
+        if sense is None or decoder.config is config:
             raise UnsupportedModelError(
                 f"{PIXELS}: {type(model).__name__} ({config.model_type}) takes no images"
             )
         if decoder.config is not text_config(model):
             raise UnsupportedModelError(
-                f"{PIXELS}: {type(model).__name__} has its decoder where it is not looked for"
+                f"{sense.argument}: {type(model).__name__} has its decoder where it is not looked "
+                "for"
             )
-        self.image_token: int = image_token
+        self.sense = sense
         self._decoder: nn.Module = decoder
         places = (part for part in model.modules() if hasattr(part, "get_rope_index"))
         self._places: Any = next(places, None)
@@ -121,7 +134,7 @@ class Vision:
             _require_grid(inputs)
         here = {name: value for name, value in inputs.items() if name in accepted}
         given = {name: x.cpu() if isinstance(x, Tensor) else x for name, x in here.items()}
-        row, kinds = ids[None], (ids[None] == self.image_token).int()
+        row, kinds = ids[None], (ids[None] == self.sense.token).int()
         own = {"input_ids": row, KINDS: kinds, "attention_mask": torch.ones_like(row)}
         given |= {name: value for name, value in own.items() if name in accepted}
         try:
@@ -152,8 +165,10 @@ class Vision:
 
         Raises:
             UnsupportedModelError: packed rows could not give it the same.
+            ValueError: the model makes several tokens of one of the text.
         """
-        given = dict(inputs)
+        # Qwen2-Audio asks for a mask where it makes many tokens of one, which is refused below.
+        given = {"attention_mask": torch.ones_like(ids[None]), **inputs}
         if positions is not None:
             given["position_ids"] = positions[:, None]
 
@@ -169,11 +184,17 @@ class Vision:
             arguments = reached.arguments
         else:
             raise UnsupportedModelError(
-                f"{PIXELS}: {type(self.model).__name__} does not call its decoder as a module"
+                f"{self.sense.argument}: {type(self.model).__name__} does not call its decoder as "
+                "a module"
             )
         finally:
             hook.remove()
         self._require_known(arguments)
+        if (count := arguments[EMBEDDINGS].shape[1]) != len(ids):
+            raise ValueError(
+                f"{self.sense.argument}: expected a token of the text for each that the model "
+                f"makes of {self.sense.word}, got {len(ids)} tokens, of which it makes {count}"
+            )
         found = {name: arguments[name] for name in BY_TOKEN if arguments.get(name) is not None}
         by_token = {name: x[0, places.to(x.device)].clone() for name, x in found.items()}
         return Features(by_token, list(arguments.get(DEEPSTACK) or ()))
@@ -186,10 +207,10 @@ class Vision:
             if name not in known and isinstance(value, (Tensor, list, tuple, dict))
         ]
         if strange or EMBEDDINGS not in arguments:
-            what = ", ".join(strange) or f"no {EMBEDDINGS}"
+            what, (word, argument, _) = ", ".join(strange) or f"no {EMBEDDINGS}", self.sense
             raise UnsupportedModelError(
-                f"{PIXELS}: the decoder of {type(self.model).__name__} is given {what} with an "
-                "image, which packed rows do not serve; `PagedCache` with `generate` may"
+                f"{argument}: the decoder of {type(self.model).__name__} is given {what} with "
+                f"{word}, which packed rows do not serve; `PagedCache` with `generate` may"
             )
 
     @contextmanager
@@ -232,9 +253,24 @@ def on_device(model: PreTrainedModel, inputs: Mapping[str, Any]) -> dict[str, An
     }
 
 
+def sense_of(model: PreTrainedModel) -> Sense | None:
+    """The images that a model takes, or else audio; None of a model of text alone."""
+    accepted = inspect.signature(model.forward).parameters
+    senses = (("images", PIXELS, IMAGE_TOKEN), ("audio", SOUNDS, AUDIO_TOKEN))
+    for word, argument, names in senses:
+        token = _first_of(model.config, names)
+        if token is not None and argument in accepted:
+            return Sense(word, argument, token)
+    return None
+
+
 def image_token_of(config: Any) -> int | None:
     """The id that stands in a text for each token of an image; None of a model without images."""
-    ids = (field_of(config, name) for name in IMAGE_TOKEN)
+    return _first_of(config, IMAGE_TOKEN)
+
+
+def _first_of(config: Any, names: tuple[str, ...]) -> int | None:
+    ids = (field_of(config, name) for name in names)
     return next((one for one in ids if one is not None), None)
 
 

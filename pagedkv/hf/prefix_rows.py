@@ -107,7 +107,7 @@ class Entry:
         if (leaves & (until <= behind) & (behind > 0)).any():
             raise UnsupportedModelError(
                 f"{CACHE}: a row differs from what is held of it next to tokens that were given as "
-                "embeddings or images, which ids cannot be compared with; start a new cache"
+                "embeddings, images or audio, which ids cannot be compared with; start a new cache"
             )
 
     def _require_seen(self) -> None:

@@ -1,4 +1,4 @@
-"""Prompts with images; a wrong one is its own row's error."""
+"""Prompts with images or audio; a wrong one is its own row's error."""
 
 import re
 
@@ -92,10 +92,11 @@ def test_messages_with_what_is_not_served_are_no_texts(llava, kind):
     model, processor, _ = llava
     row = messages({"type": kind, kind: "no such file"}, {"type": "text", "text": "cd"})
     processor.tokenizer.chat_template = CHAT
-    for given in (processor, processor.tokenizer):
+    errors = [f"prompt: expected messages of text and image, got {kind}", "needs the model's proc"]
+    for given, error in zip((processor, processor.tokenizer), errors, strict=True):
         with generator(model, given) as batched:
             bad, good = batched.generate([row, "cd"], **OPTIONS)
-        assert bad.error == f"prompt: expected messages of text and images, got {kind}"
+        assert error in bad.error
         assert good.error is None
 
 
@@ -153,7 +154,7 @@ def with_fewer_tokens(row):
         (without("image_grid_thw"), "image_grid_thw: expected it beside pixel_values"),
         (changed("pixel_values", lambda x: x[:-4]), "pixel_values: expected the 16 patches"),
         (changed("image_grid_thw", lambda x: x * 2), "pixel_values: expected the 128 patches"),
-        (with_more_pixels, "looking at its images: Image features and image tokens do not match"),
+        (with_more_pixels, "computing its images: Image features and image tokens do not match"),
         (changed("image_grid_thw", lambda x: x[:0]), "pixel_values: expected the 0 patches"),
         (
             changed("input_ids", lambda x: x[:, 1:4]),
@@ -166,12 +167,12 @@ def with_fewer_tokens(row):
         (changed("input_ids", lambda x: x[:, :0]), "expected at least one token"),
         (changed("pixel_values", lambda x: x.to("meta")), "Cannot copy out of meta tensor"),
         (changed("pixel_values", lambda _: [object()]), "pixel_values: expected a tensor"),
-        (lambda row: {**row, "vision_mask": row["input_ids"] > 9}, "is given vision_mask with an"),
+        (lambda row: {**row, "vision_mask": row["input_ids"] > 9}, "is given vision_mask with"),
         (
             lambda row: {**without("pixel_values")(row), "pixel_value": row["pixel_values"]},
             "image_grid_thw, pixel_value: expected pixel_values with it",
         ),
-        (lambda row: {"input_ids": row["input_ids"]}, "pixel_values: the text has 4 image tokens"),
+        (lambda row: {"input_ids": row["input_ids"]}, "pixel_values: the text has 4 tokens"),
         (lambda row: {**row, "pixel_values_videos": row["pixel_values"]}, "pixel_values_videos"),
     ],
 )

@@ -37,6 +37,6 @@ def test_what_did_not_happen_is_not_told():
     assert str(GenerationStats(**happened)).splitlines()[2:] == [
         "3 rows put back because pages ran short, 2 of them to host memory",
         "4 of 10 drafted tokens were right",
-        "5 times images went through the model",
+        "5 times images or audio went through the model",
     ]
     assert str(GenerationStats(preemptions=3)).endswith("ran short")

@@ -1,4 +1,4 @@
-"""Prompts with images: every row as `generate` would, whatever else is in the batch."""
+"""Prompts with images or audio: every row as `generate` would, whatever else is in the batch."""
 
 import pytest
 import torch
@@ -17,15 +17,16 @@ from tests.hf.images import (
     pictured,
     seeing_model,
 )
+from tests.hf.sounds import AUDIO
 from tests.hf.tiny import generate, prompts
 
-KINDS = [*MROPE, *PLAIN]
-VARIED = ["qwen3_vl", "qwen3_5", "smolvlm"]
+KINDS = [*MROPE, *PLAIN, *AUDIO]
+VARIED = ["qwen3_vl", "qwen3_5", "smolvlm", "qwen2_audio"]
 OPTIONS = {"max_new_tokens": 8, "do_sample": False}
 
 
 @pytest.fixture(
-    params=few(KINDS, "qwen2_vl", "qwen2_5_vl", "glm4v", "internvl", "mistral3", *VARIED)
+    params=few(KINDS, "qwen2_vl", "qwen2_5_vl", "glm4v", "internvl", "mistral3", "voxtral", *VARIED)
 )
 def model(request):
     return seeing_model(request.param)

@@ -1,4 +1,4 @@
-"""Prompts with images in them, as a processor makes them."""
+"""Prompts with images or audio in them, as a processor makes them."""
 
 import inspect
 from typing import Any
@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from tests.hf.sounds import AUDIO, heard, hearing_model
 from tests.hf.zoo import _MROPE, _SPARSE, built
 
 BY_TOKEN = ("input_ids", "attention_mask", "mm_token_type_ids")
@@ -112,7 +113,9 @@ MROPE_ALONE = {"ernie4_5_vl_moe": {}}
 
 
 def seeing_model(kind):
-    """A random model of an image-text type that looks at small images."""
+    """A random model of an image-text type that looks at small images, or hears short audio."""
+    if kind in AUDIO:
+        return hearing_model(kind)
     own = {**MROPE, **MROPE_ALONE}
     model = built(kind, sees=True, **(own[kind] if kind in own else PLAIN[kind][0]))
     for name, parameter in model.named_parameters():
@@ -122,8 +125,10 @@ def seeing_model(kind):
 
 
 def pictured(model, text, patches=4, seed=0):
-    """A prompt of one image and a text, as a processor returns it, of any model of these."""
+    """A prompt of one image or audio and a text, as a processor returns it, of any of these."""
     kind = model.config.model_type
+    if kind in AUDIO:
+        return heard(model, text, seed=seed)
     if kind in MROPE:
         return seeing(model, text, patches=patches, seed=seed)
     _, tokens, shape, sized = PLAIN[kind]
@@ -156,6 +161,6 @@ def joined(*prompts):
 
 
 def image_token(model):
-    """The id that stands in a text for each token of an image."""
-    config = model.config
-    return getattr(config, "image_token_id", None) or config.image_token_index
+    """The id that stands in a text for each token of an image, or of audio."""
+    config, what = model.config, "audio" if model.config.model_type in AUDIO else "image"
+    return getattr(config, f"{what}_token_id", None) or getattr(config, f"{what}_token_index")

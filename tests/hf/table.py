@@ -30,8 +30,10 @@ from pagedkv.models.kinds import index_layers
 from tests.batch.generating import assert_same, generator
 from tests.hf.doors import OPTIONS, SIZES, is_planned, padded, reasons, rows_of_tokens
 from tests.hf.images import MROPE, PLAIN, pictured, seeing_model
+from tests.hf.sounds import AUDIO
 from tests.hf.tiny import CLOSE_CALL, generate
-from tests.hf.zoo import IMAGE_TEXT, TYPES, built
+from tests.hf.zoo import IMAGE_TEXT, built
+from tests.hf.zoo import TYPES as TEXT_AND_IMAGES
 
 DOCUMENT = Path(__file__).resolve().parents[2] / "docs/compat.md"
 BEGIN, END = "<!-- made by tests/hf/table.py -->", "<!-- end -->"
@@ -39,6 +41,7 @@ WIDTH = 100
 WHOLE_NAMES = {"break_on_hyphens": False, "break_long_words": False}
 # Gemma 3's processor asks for images that are read both ways.
 PICTURED = {*MROPE, *PLAIN} - {"gemma3"}
+TYPES = sorted({*TEXT_AND_IMAGES, *AUDIO})
 SERVED = ("layers keep", "`PagedCache`", "`BatchGenerator`", "`LayerStreamer`", "plan", "format")
 REFUSED = ("refused because", "`LayerStreamer`")
 OPEN = ("not judged, because",)
@@ -80,7 +83,7 @@ def judge(kind: str) -> Verdict:
         return _refused(kind, model, why["cache"])
     assert is_planned(model), "it is served, but not planned"
     assert why["cache"] is None, why["cache"]
-    batch = _cell(why["batch"], taken(kind) if kind in IMAGE_TEXT else "yes")
+    batch = _cell(why["batch"], taken(kind) if kind in {*IMAGE_TEXT, *AUDIO} else "yes")
     doors = (_cell(why["padded"]), batch, streams(kind), "yes")
     config = cache_config(model, max_tokens=64)
     return Verdict(SERVED, (kept(model, config), *doors, formats(config)))
@@ -106,15 +109,15 @@ def _cell(refused: str | None, served: str = "yes") -> str:
 
 
 def taken(kind: str) -> str:
-    """Returns the kinds of prompts that `BatchGenerator` takes of an image-text type."""
-    if kind not in PICTURED:
+    """Returns the kinds of prompts that `BatchGenerator` takes of a type with more than text."""
+    if kind not in {*PICTURED, *AUDIO}:
         return "text"
     model = seeing_model(kind)
     row = pictured(model, rows_of_tokens()[0])
     with generator(model) as batched:
         (result,) = batched.generate([row], do_sample=False, **OPTIONS)
     assert_same(result, generate(model, row, **OPTIONS))
-    return "text, images"
+    return "text, audio" if kind in AUDIO else "text, images"
 
 
 def streams(kind: str) -> str:
@@ -169,13 +172,14 @@ def formats(config: CacheConfig) -> str:
 
 def rendered(found: dict[str, Verdict], release: str = transformers.__version__) -> str:
     """The text between the markers."""
-    served = [kind for kind, verdict in found.items() if verdict.header == SERVED]
+    served = {kind for kind, verdict in found.items() if verdict.header == SERVED}
     missing = sum(verdict.header == OPEN for verdict in found.values())
     units = {name: formats_of(name)[0].dim_unit for name in KV_FORMATS if name != "dense"}
     asked = ", ".join(f"`{name}` for multiples of {unit}" for name, unit in units.items())
+    listed, audio = len({*found} - {*AUDIO}), len(served & {*AUDIO})
     parts = [
-        f"**Served: {len(served)} of the {len(found)} causal and image-text types of transformers "
-        f"{release}**; {missing} could not be judged.",
+        f"**Served: {len(served) - audio} of the {listed} causal and image-text types of "
+        f"transformers {release}**,\nand {audio} audio-text types; {missing} could not be judged.",
         textwrap.fill(f"Formats ask for head dims that fit them: {asked}.", WIDTH),
     ]
     for header in (SERVED, REFUSED, OPEN):

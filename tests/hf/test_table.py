@@ -6,8 +6,7 @@ import pytest
 import transformers
 
 from tests.effort import few
-from tests.hf.table import BEGIN, DOCUMENT, END, judge, parsed, part, rendered
-from tests.hf.zoo import TYPES
+from tests.hf.table import BEGIN, DOCUMENT, END, TYPES, judge, parsed, part, rendered
 
 WRITE = "python -m tests.hf.table docs/compat.md writes it anew"
 
@@ -39,7 +38,7 @@ def test_the_table_has_every_type_once_and_its_counts_add_up(text, said):
     assert rendered(said) == text, WRITE
 
 
-@pytest.mark.parametrize("kind", few(TYPES, "llama", "deepseek_v3", "bart"))
+@pytest.mark.parametrize("kind", few(TYPES, "llama", "deepseek_v3", "bart", "voxtral"))
 def test_a_type_is_right_or_refused_by_name_and_the_table_says_which(kind, text, release):
     found = judge(kind)
     if release == transformers.__version__:

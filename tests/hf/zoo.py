@@ -13,6 +13,7 @@ from transformers import (
     CONFIG_MAPPING,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
+    AutoModelForMultimodalLM,
     PreTrainedModel,
 )
 from transformers.models.auto.modeling_auto import (
@@ -230,7 +231,8 @@ def built(kind: str, sees: bool = False, **own: Any) -> PreTrainedModel:
         sees: of its image-text class, where it has one for text alone as well.
     """
     config = shrunk(kind, **own)
-    auto = AutoModelForImageTextToText if sees or kind not in CAUSAL else AutoModelForCausalLM
+    text = AutoModelForCausalLM if kind in CAUSAL else AutoModelForMultimodalLM
+    auto = AutoModelForImageTextToText if sees or kind in IMAGE_TEXT.keys() - CAUSAL else text
     torch.manual_seed(0)
     model = auto.from_config(config, dtype=torch.float32).eval()
     for parameter in model.parameters():

@@ -35,7 +35,7 @@ def test_what_one_rank_alone_would_decide(saved, tmp_path, what):
     assert found[0] == found[1]
     kind, text = found[0]
     assert kind == {"layers": "UnsupportedModelError"}.get(what, "ValueError")
-    assert {"images": "images are not served", "layers": "pp_size"}.get(what, what) in text
+    assert {"images": "images and audio are not", "layers": "pp_size"}.get(what, what) in text
     assert not (tmp_path / "store").exists()
 
 
