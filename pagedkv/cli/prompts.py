@@ -248,5 +248,5 @@ def _what_is_wrong(messages: Any) -> str | None:
     parts = [part for content in contents for part in content if isinstance(part, dict)]
     for kind in (str(part.get("type")) for part in parts):
         if any(seen in kind for seen in ("image", "video", "audio")):  # which a template would drop
-            return f"expected messages of text, got {kind!r}; BatchGenerator takes images"
+            return f"expected messages of text, got {kind!r}; BatchGenerator takes images and audio"
     return None

@@ -285,7 +285,7 @@ def test_a_line_that_cannot_be_used_is_named_with_its_place(written, line, says)
         ('{"prompt": [{"role": "user"}]}', "chat messages"),
         (
             '{"prompt": [{"role": "user", "content": [{"type": "image", "url": "cat.png"}]}]}',
-            "expected messages of text, got 'image'; BatchGenerator takes images",
+            "expected messages of text, got 'image'; BatchGenerator takes images and audio",
         ),
         ('{"question": "a", "id": 1}', "expected a text or chat messages in 'prompt', got the col"),
         ('{"question": "a", "id": 1}', "got the columns question, id; --column NAME"),
