@@ -180,6 +180,7 @@ class _Call:
         """The tokens of a row, `[1, n, ...]`, of `[B, q, ...]`."""
         if row is None:
             return x[:1, :1]
+        x = x.expand(self.mask.shape[0], *x.shape[1:])  # positions that no caller gives are of one
         packed = self.cache.packed(x.flatten(2)[:, None] if x.ndim > 2 else x[:, None, :, None])
         return packed[row.tokens].reshape(1, row.new, *x.shape[2:])
 

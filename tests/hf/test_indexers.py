@@ -98,6 +98,16 @@ def test_padded_rows_choose_as_over_the_models_own_cache(model, options):
 
 
 @chosen_one_by_one
+@torch.no_grad()
+def test_rows_of_one_forward_take_the_positions_that_a_model_makes_for_all(model):
+    """`generate` gives positions of each row; without them rotations have no axis of rows."""
+    rows = torch.stack(prompts(14, 14))
+    expected = torch.cat([model(row[None]).logits for row in rows])
+    with PagedCache(model, **SIZES) as cache:
+        torch.testing.assert_close(model(rows, **named(cache)).logits, expected)
+
+
+@chosen_one_by_one
 def test_forks_and_second_turns_choose_among_what_they_share(model):
     prefix, more, *tails = prompts(21, 4, 5, 5, 5)
     rows = padded([torch.cat([prefix, tail]) for tail in tails])
