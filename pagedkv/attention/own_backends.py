@@ -79,7 +79,9 @@ def _by_torch(call: OwnCall) -> tuple[Tensor, Tensor]:
         one = heads * sum(dims) * q.element_size()
         each = sees[rows], lens[rows], plan.page_size, scoring.window, one
         buckets = cut_step(*each, exact=False, causal=causal)
-        scratch = q.new_empty(2, scratch_elements(buckets, heads * max(dims), plan.page_size))
+        elements = scratch_elements(buckets, heads * max(dims), plan.page_size)
+        with torch.inference_mode(False):  # else later calls outside of it could not write there
+            scratch = q.new_empty(2, elements)
         return plan.page_table[torch.from_numpy(rows).to(plan.device)], tokens, buckets, scratch
 
     key = "torch", scoring.window, causal, len(k), heads, dims, q.dtype

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from pagedkv.kernels.formats import is_view_of_k
-from pagedkv.kernels.scoring import LOG2E, Scoring
+from pagedkv.kernels.scoring import LOG2E, NO_WINDOW, Scoring
 
 from .checks import check_grad, is_front, require_tensor
 from .own_backends import BACKENDS, OwnCall
-from .own_plan import AttentionPlan
+from .own_plan import AttentionPlan, require_whole
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -184,9 +184,8 @@ def attend_pages(
         )
     if lse_base not in ("e", "2"):
         raise ValueError(f"lse_base: expected 'e' or '2', got {lse_base!r}")
-    if not isinstance(window_left, int) or window_left < -1:
-        raise ValueError(f"window_left: expected -1 or more, got {window_left!r}")
-    window = None if window_left == -1 else window_left + 1
+    window_left = require_whole("window_left", window_left, -1)
+    window = None if window_left == -1 else min(window_left + 1, NO_WINDOW)
     causal = causal or int(plan.num_new.max(initial=0)) <= 1  # a last token sees all there is
     if not causal and window is not None:
         raise NotImplementedError(
@@ -235,7 +234,7 @@ def _paged(name: str, pages: Tensor, like: Tensor, plan: AttentionPlan) -> Tenso
     """Pages as kernels see them, `[N, G, P, D]`: a view."""
     require_tensor(name, pages)
     heads, slots = (2, 1) if plan.kv_layout == "NHD" else (1, 2)
-    if pages.ndim != 4 or pages.shape[slots] != plan.page_size:
+    if pages.ndim != 4 or pages.shape[slots] != plan.page_size or 0 in pages.shape[1:]:
         axes = ("G", "page_size") if slots == 2 else ("page_size", "G")
         raise ValueError(
             f"{name}: expected [N, {', '.join(axes)}, D] of page_size {plan.page_size}, as "

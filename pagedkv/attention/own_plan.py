@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from operator import index
 from typing import Any, Literal
 
 import numpy as np
@@ -75,10 +76,8 @@ class AttentionPlan:
     ) -> None:
         if kv_layout not in LAYOUTS:
             raise ValueError(f"kv_layout: expected 'NHD' or 'HND', got {kv_layout!r}")
-        counts = {"page_size": page_size, "seqlen_q": seqlen_q, "max_seqlen_k": max_seqlen_k}
-        for name, count in counts.items():
-            if count is not None and (not isinstance(count, int) or count < 1):
-                raise ValueError(f"{name}: expected a positive integer, got {count!r}")
+        page_size = require_whole("page_size", page_size, 1)
+        seqlen_q = require_whole("seqlen_q", seqlen_q, 1)
         _check_ints("page_table", page_table, (None, None))
         self.num_rows, columns = page_table.shape
         self.device, self.page_size, self.kv_layout = page_table.device, page_size, kv_layout
@@ -90,7 +89,8 @@ class AttentionPlan:
         self.num_tokens = int(self.num_new.sum())
         self.lens: Ints | None = None
         room = columns * page_size
-        self.max_seqlen_k = room if max_seqlen_k is None else min(max_seqlen_k, room)
+        bound = room if max_seqlen_k is None else require_whole("max_seqlen_k", max_seqlen_k, 1)
+        self.max_seqlen_k = min(bound, room)
         if self.backend != "triton" or cache_seqlens.device.type == "cpu":
             self.lens = cache_seqlens.cpu().numpy().astype(np.int64)
             self._check_lens(self.lens, room)
@@ -130,7 +130,9 @@ class AttentionPlan:
             )
 
     def _sent(self, ints: Tensor) -> Tensor:
-        """Integers as kernels take them; themselves if they are so."""
+        """Integers as kernels take them; on a card themselves if they are so."""
+        if self.device.type == "cpu":  # they stay as checked, and a page beyond 2**31 stays one
+            return ints.clamp(-1, 2**31 - 1).to(torch.int32).contiguous()
         if ints.device != self.device:
             return sent(ints.to(torch.int32).numpy(), self.device)
         found = ints.to(torch.int32).contiguous()
@@ -149,6 +151,8 @@ class AttentionPlan:
 
         def build() -> Tensor:
             row, position = self._placed()
+            if not self.page_table.shape[1]:
+                return torch.full_like(position, -1)
             column = (position // self.page_size).clamp(0, self.page_table.shape[1] - 1)
             page = self.page_table[row, column].long()
             slots = page * self.page_size + position % self.page_size
@@ -213,6 +217,13 @@ class AttentionPlan:
                 f"whose length is {self.lens[row]}, got {table[row, column]}"
             )
         return True
+
+
+def require_whole(name: str, value: Any, least: int) -> int:
+    """A whole number of at least `least`, of Python, numpy or torch."""
+    if isinstance(value, bool) or not hasattr(value, "__index__") or index(value) < least:
+        raise ValueError(f"{name}: expected an integer of at least {least}, got {value!r}")
+    return index(value)
 
 
 def _check_ints(

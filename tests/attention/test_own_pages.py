@@ -8,6 +8,7 @@ NaN, and tables go on with numbers of no page.
 import math
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
@@ -159,6 +160,39 @@ def test_slots_of_the_callers_own_are_written_and_no_others(backend):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+def test_a_plan_holds_for_what_it_was_given(backend):
+    """Also where the caller overwrites that, and outside of inference mode if it was made inside.
+
+    Pages that were checked would else be read by the entries of another step, or by what int32
+    leaves of an entry.
+    """
+    step = SHAPE.step([(2, 20), (1, 7)], "cpu")
+    expected = attend(step, backend)
+    given = [x.clone() for x in (step.table, step.kv_lens, step.starts)]
+    sizes = {"page_size": np.int64(16), "max_seqlen_k": np.int64(20), "kv_layout": "HND"}
+    plan = AttentionPlan(*given, **sizes, backend=backend)
+    for tensor in given:
+        tensor.fill_(10**6)
+    with torch.inference_mode():
+        attend(step, backend, plan=plan)
+    for mine, other in zip(attend(step, backend, plan=plan, window_left=2**63 - 1), expected):
+        assert torch.equal(mine, other)
+    wide = AttentionPlan(step.table.long() + 2**32, step.kv_lens, step.starts, **sizes)
+    with pytest.raises(ValueError, match="^page_table: expected a page 0..5"):
+        attend(step, backend, plan=wide)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_rows_without_a_column_write_nowhere(backend):
+    step = SHAPE.step([(1, 0)], "cpu")
+    plan = plan_of(replace(step, table=step.table[:, :0]), backend)
+    twin = step.k_pages.clone()
+    write_pages(*torch.randn(2, 1, 2, 32), step.k_pages, step.v_pages, plan)
+    assert torch.equal(step.k_pages.nan_to_num(), twin.nan_to_num())
+    assert not attend(step, backend, plan=plan)[0].any()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_a_batch_of_equal_rows_may_have_an_axis_of_its_own(backend):
     step = SHAPE.step([(2, 20), (2, 7)], "cpu")
     flat = attend(step, backend)
@@ -269,8 +303,9 @@ def changed(step, **plan):
 
 NO_PLAN = {
     "another layout": ({"kv_layout": "DHN"}, ValueError, "^kv_layout: .*got 'DHN'"),
-    "no page size": ({"page_size": 0}, ValueError, "^page_size: .*positive integer, got 0"),
-    "no bound": ({"max_seqlen_k": 0}, ValueError, "^max_seqlen_k: expected a positive integer"),
+    "no page size": ({"page_size": 0}, ValueError, "^page_size: .*at least 1, got 0"),
+    "no bound": ({"max_seqlen_k": 0}, ValueError, "^max_seqlen_k: .*at least 1, got 0"),
+    "a share of a page": ({"page_size": 16.0}, ValueError, "^page_size: .*integer.*got 16.0"),
     "a list": ({"page_table": [[1]]}, TypeError, "^page_table: expected a dense tensor, got list"),
     "a row of a table": ({"page_table": torch.ones(2).int()}, ValueError, "^page_table: .*shape"),
     "floats": ({"cache_seqlens": torch.ones(2)}, TypeError, "^cache_seqlens: .*got torch.float32"),
@@ -318,6 +353,8 @@ WRONG = {
     "fewer pages": (
         lambda x: {"k_pages": x["k_pages"][:2], "v_pages": x["v_pages"][:2]}, ValueError,
         r"^page_table: expected a page 0..1 in column 0 of row 0, whose length is 20, got \d"),
+    "pages of no head": (
+        lambda x: {"k_pages": x["k_pages"][:, :0]}, ValueError, r"^k_pages: .*got \[6, 0, 16, 32\]"),
     "another base": (lambda x: {"lse_base": 2}, ValueError, "^lse_base: .*got 2"),
     "a window of nothing": (lambda x: {"window_left": -2}, ValueError, "^window_left: .*got -2"),
     "a window both ways": (
