@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import json
 import os
+import stat
 import tempfile
 from contextlib import suppress
 from hashlib import sha256
@@ -105,7 +106,8 @@ def read(path: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str, Tensor
         CorruptFileError, ForeignFileError, NewerFileError: it is not.
     """
     with open(path, "rb", opener=_without_waiting) as file:
-        start, size = file.read(START), os.fstat(file.fileno()).st_size
+        found = os.fstat(file.fileno())
+        size, start = found.st_size, file.read(START) if stat.S_ISREG(found.st_mode) else b""
         if not _is_ours(start):  # perhaps many gigabytes of something else
             raise ForeignFileError(f"{path}: expected a sequence that PagedKVCache.save wrote")
         file.seek(8)
@@ -144,7 +146,7 @@ def verify(data: bytes | bytearray, name: str = "file") -> dict[str, Any]:
 
 
 def _without_waiting(path: str, flags: int) -> int:
-    """Opens a file; a pipe that nobody writes to is empty."""
+    """Opens a file, or a pipe whether or not somebody writes to it."""
     return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
 
 

@@ -83,15 +83,20 @@ def test_a_file_that_has_grown_is_refused_before_memory_is_taken_for_it(saved):
     refused(saved, CorruptFileError, "are not those of its header")
 
 
-def test_files_of_others_are_refused_as_such(tmp_path):
+def test_files_of_others_are_refused_as_such(saved, tmp_path):
     (tmp_path / "text").write_text("once upon a time")
     save_file({"weight": torch.zeros(3)}, tmp_path / "weights")
     save_file({"x": torch.zeros(3)}, tmp_path / "said", {"format": "pt"})
     with (tmp_path / "large").open("wb") as file:
         file.truncate(1 << 40)  # holes; who reads it whole runs out of memory
     os.mkfifo(tmp_path / "pipe")  # who waits for its writer waits for ever
-    for name in ("text", "weights", "said", "large", "pipe"):
+    os.mkfifo(tmp_path / "full")
+    writer = os.open(tmp_path / "full", os.O_RDWR)
+    for name in ("text", "weights", "said", "large", "pipe", "full"):
         refused(tmp_path / name, ForeignFileError, "expected a sequence")
+    os.write(writer, saved.read_bytes())  # until now it was silent
+    refused(tmp_path / "full", ForeignFileError, "expected a sequence")
+    os.close(writer)
     with pytest.raises(FileNotFoundError):
         make().load(tmp_path / "nothing")
 
