@@ -23,6 +23,7 @@ from .plan import KV_HELP
 from .report import INTERRUPTED, TERMINATED, USAGE
 from .screen import Screen
 from .signals import Ending
+from .text_files import UNDECODED, text_of
 
 # An option of each panel of the help.
 TEXTS, TRIED, COMPUTE, OUTPUT = (
@@ -219,15 +220,12 @@ def read_texts(paths: list[Path]) -> dict[str, str]:
         name = str(path) if alike else path.name
         if name in found:
             raise UsageError(f"--text: expected each file once, got {path} twice")
-        try:
-            found[name] = path.read_bytes().decode("utf-8-sig")
-        except OSError as error:
-            raise UsageError(f"--text: cannot read {path}: {error.strerror}") from None
-        except UnicodeDecodeError as error:
+        found[name] = text = text_of(str(path), "--text")
+        if byte := UNDECODED.search(text):
             raise UsageError(
-                f"--text: expected text in UTF-8, got byte {error.object[error.start]:#04x} at "
-                f"{error.start} of {path}; `iconv -t utf-8` converts other encodings"
-            ) from None
+                f"--text: expected text in UTF-8, got byte {ord(byte[0]) & 0xFF:#04x} at "
+                f"{byte.start()} of {path}; `iconv -t utf-8` converts other encodings"
+            )
         if not found[name].strip():
             raise UsageError(f"--text: expected some text, {path} has none")
     return found

@@ -125,6 +125,7 @@ def test_a_format_that_pays_in_long_rows_only_is_said(measure):
         (("--at-most", "0"), "--at-most: expected nats above 0, got 0"),
         (("--at-most", "0.1"), "got 2; give 3,520 more tokens of text, or a smaller --length"),
         (("--text", "nowhere.txt"), "--text: cannot read nowhere.txt: No such file"),
+        (("--text", "/dev/zero"), "--text: expected a file or a pipe, got /dev/zero"),
         (("--plot", "picture.doc"), "--plot: expected a name that ends in .png"),
         (("--json", "no/such/folder.json"), "--json: no folder no/such"),
         (("--dtype", "int8"), "--dtype: expected auto"),
