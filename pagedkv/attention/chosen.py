@@ -19,7 +19,8 @@ def chosen_of(call: Call, indices: Tensor) -> Chosen:
     """The tokens with these places in their texts; see `paged_attention`.
 
     Raises:
-        ValueError: pages of this kind are not read token by token.
+        ValueError, TypeError: pages of this kind are not read token by token, or the places do not
+            fit the step.
     """
     step, group = call.step, call.group
     pages = tuple(page for page in call.pages if isinstance(page, Tensor))
@@ -32,6 +33,8 @@ def chosen_of(call: Call, indices: Tensor) -> Chosen:
         raise ValueError(f"indices: expected shape {shape}, got {list(indices.shape)}")
     if indices.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"indices: expected int32 or int64, got {indices.dtype}")
+    if indices.device != call.q.device:
+        raise ValueError(f"indices: expected device {call.q.device}, got {indices.device}")
     own = step.positions[:, None]
     behind = step.config.max_sequence_length  # after all tokens, so that those come first
     counted = (indices >= 0) & (indices <= own)

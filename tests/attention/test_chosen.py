@@ -141,6 +141,7 @@ def test_what_cannot_be_given_is_refused_before_anything_is_written():
         ({}, every[:3], r"expected shape \[8, 'n'\], got \[3, 8\]"),
         ({}, every[:, :0], r"expected shape \[8, 'n'\], got \[8, 0\]"),
         ({}, every.float(), "expected int32 or int64, got torch.float32"),
+        ({}, every.to("meta"), "expected device cpu, got meta"),
     ):
         cache = cache_for(sizes, **fields)
         step = cache.prepare([cache.add()], num_new=[P])
