@@ -136,6 +136,14 @@ class PagedCache(LeasedRows):
         last_only = {"logits_to_keep": 1} if "logits_to_keep" in accepts else {}
         named = len(ids) == 1 and made.is_paged and not beside
         stored = named and made.kv.prefix_store is not None
+
+        def compute(stop: int | None) -> None:
+            part = ids[:, made.seen : stop]
+            if stored and "position_ids" in accepts:  # Bamba counts from 0 behind any cache
+                places = torch.arange(made.seen, made.seen + part.shape[1], device=part.device)
+                beside["position_ids"] = places[None]
+            model(input_ids=part, use_cache=True, **beside, **last_only)
+
         try:
             if stored:
                 with made.kv.lock:
@@ -143,9 +151,9 @@ class PagedCache(LeasedRows):
             beside |= {cache_argument(model): made}
             if stored and made.kv.config.states and ids.shape[1] - made.seen > 1:
                 # The same prefix is found up to its last token, where its state is kept.
-                model(input_ids=ids[:, made.seen : -1], use_cache=True, **beside, **last_only)
+                compute(-1)
                 made.checkpoint()
-            model(input_ids=ids[:, made.seen :], use_cache=True, **beside, **last_only)
+            compute(None)
             if stored:
                 with made.kv.lock:
                     made.kv.store(made.rows[0])

@@ -259,6 +259,19 @@ def test_a_hybrids_prefix_is_loaded_by_prefill(family, tmp_path):
         assert out[0, -6:].tolist() == expected
 
 
+def test_what_prefill_stores_stands_where_the_model_counts_from_0(tmp_path):
+    """Positions that a model makes by itself, without asking the cache how far it is."""
+    model = tiny_hybrid("bamba")
+    (prefix,) = prompts(139)
+    with PagedCache.prefill(model, prefix, **SIZES) as plain:
+        k, v = plain.kv.gather(plain.rows[0], 0)
+    for _ in range(2):
+        with PagedCache.prefill(model, prefix, prefix_store=tmp_path, **SIZES) as first:
+            for one, other in zip(first.kv.gather(first.rows[0], 0), (k, v), strict=True):
+                torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-4)
+        model = in_another_process(model)
+
+
 def test_a_job_of_prompts_that_share_a_beginning_is_as_without(tmp_path):
     model = tiny()
     head, *tails = prompts(130, *[20] * 12)
