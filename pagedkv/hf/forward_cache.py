@@ -2,7 +2,7 @@
 
 A forward is one step: its first layer opens it, and it is committed when the forward has returned
 (`transaction.py`). `PagedCache` opens and commits a step for every forward, `PackedCache`
-(`batch/packed.py`) carries one that its caller has prepared and commits.
+(`batch/packed_cache.py`) carries one that its caller has prepared and commits.
 """
 
 from __future__ import annotations
