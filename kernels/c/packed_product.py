@@ -8,8 +8,9 @@ a row's do not depend on the other rows.
 
 from __future__ import annotations
 
-from ctypes import Structure, byref, c_int32, c_int64, c_void_p
+from ctypes import c_void_p
 from functools import cache
+from struct import Struct
 
 import torch
 from torch import Tensor
@@ -20,24 +21,9 @@ TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 NARROWEST_FIRST = torch.bfloat16, torch.float16, torch.float32
 
 
-class _Matrix(Structure):
-    """A packed matrix, as `Matrix` in products.c."""
-
-    _fields_ = [
-        ("panels", c_void_p),
-        *((name, c_int64) for name in ("outputs", "inputs")),
-        ("type", c_int32),
-    ]
-
-
-class _Rows(Structure):
-    """The rows of a product, as `Rows` in products.c."""
-
-    _fields_ = [
-        *((name, c_void_p) for name in ("x", "bias", "out")),
-        ("rows", c_int64),
-        ("type", c_int32),
-    ]
+# Structures of products.c, as bytes: to make one takes a third of the time of ctypes' own.
+MATRIX = Struct("Pqqi")  # panels, outputs, inputs, type
+ROWS = Struct("PPPqi")  # x, bias, out, rows, type
 
 
 class Packed:
@@ -53,7 +39,7 @@ class Packed:
         of_panel = (-(-inputs // 2), width, 2) if dtype == torch.bfloat16 else (inputs, width)
         self.panels = torch.empty(-(-outputs // width), *of_panel, dtype=dtype, device="cpu")
         self.shape, self.nbytes = shape, self.panels.nbytes
-        self.as_c = _Matrix(self.panels.data_ptr(), *shape, TYPES[dtype])
+        self.as_c = MATRIX.pack(self.panels.data_ptr(), *shape, TYPES[dtype])
 
 
 @cache
@@ -73,7 +59,7 @@ def pack(weight: Tensor) -> Packed:
     source, threads = TYPES[weight.dtype], torch.get_num_threads()
     for dtype in NARROWEST_FIRST:
         packed = Packed(weight.shape, dtype)
-        if library().pack(byref(packed.as_c), c_void_p(weight.data_ptr()), source, threads):
+        if library().pack(packed.as_c, c_void_p(weight.data_ptr()), source, threads):
             break
     return packed
 
@@ -87,10 +73,10 @@ def product(x: Tensor, packed: Packed, bias: Tensor | None) -> Tensor:
     pairs = dtype == packed.panels.dtype == torch.bfloat16 and library().multiplies_pairs()
     x = x.contiguous() if pairs else x.float().contiguous()
     bias = None if bias is None else bias.float().contiguous()
-    out = x.new_empty(*x.shape[:-1], outputs)
-    rows = _Rows(
-        *(x.data_ptr(), None if bias is None else bias.data_ptr(), out.data_ptr()),
+    out = torch.empty(*x.shape[:-1], outputs, dtype=x.dtype, device="cpu")
+    rows = ROWS.pack(
+        *(x.data_ptr(), 0 if bias is None else bias.data_ptr(), out.data_ptr()),
         *(x.numel() // inputs, TYPES[x.dtype]),
     )
-    library().packed_product(byref(packed.as_c), byref(rows), torch.get_num_threads())
-    return out.to(dtype)
+    library().packed_product(packed.as_c, rows, torch.get_num_threads())
+    return out if out.dtype == dtype else out.to(dtype)
