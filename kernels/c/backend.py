@@ -50,7 +50,7 @@ def write_kv(
         dense.write_kv(k, v, k_pages, v_pages, slots)
 
 
-class _Call(Structure):
+class Call(Structure):
     """The arguments of attention, as `Call` in attend.c."""
 
     _fields_ = [
@@ -94,25 +94,43 @@ def paged_attention(
         `[T, H, D]` in the dtype of `q`, D that of V, and the log-sum-exp `[T, H]`, empty unless
         asked for.
     """
-    k, v = Pages.of(k_pages), Pages.of(v_pages)
+    if out is None:
+        out = q.new_empty(*q.shape[:2], Pages.of(v_pages).head_dim)
+    if lse is None:
+        lse = q.new_empty(q.shape[:2] if return_lse else 0, dtype=torch.float32)
+    pages, results = (k_pages, v_pages), (out, lse if return_lse else None)
+    call = call_of(q, pages, page_table, num_new, kv_lens, scoring, results, chosen, causal)
+    if library().paged_attention(byref(call)):
+        raise MemoryError("paged attention: no memory for scratch")
+    return out, lse
+
+
+def call_of(
+    q: Tensor,
+    pages: tuple[Tensor | Pages, Tensor | Pages],
+    page_table: Tensor,
+    num_new: Ints,
+    kv_lens: Ints,
+    scoring: Scoring,
+    results: tuple[Tensor, Tensor | None],
+    chosen: Tensor | None = None,
+    causal: bool = True,
+) -> Call:
+    """Describes a call to C, with all that it reads."""
+    k, v = map(Pages.of, pages)
     q = q if q.stride(2) == 1 else q.contiguous()
     page_table = page_table if page_table.is_contiguous() else page_table.contiguous()
     sinks = None if scoring.sinks is None else scoring.sinks.float().contiguous()
-    if out is None:
-        out = q.new_empty(*q.shape[:2], v.head_dim)
-    if lse is None:
-        lse = q.new_empty(q.shape[:2] if return_lse else 0, dtype=torch.float32)
     num_new, kv_lens = (np.ascontiguousarray(x, np.int64) for x in (num_new, kv_lens))
-    call = _Call(
+    tensors = q, *results, sinks, page_table, chosen
+    call = Call(
         *(in_c(x, q.dtype) for x in (k, v)),
-        *(q.data_ptr(), out.data_ptr(), lse.data_ptr() if return_lse else None),
-        *(None if x is None else x.data_ptr() for x in (sinks, page_table, chosen)),
+        *(None if x is None else x.data_ptr() for x in tensors),
         *(num_new.ctypes.data, kv_lens.ctypes.data),
         *(q.stride(0), q.stride(1), page_table.shape[1], 0 if chosen is None else chosen.shape[2]),
         *(len(num_new), q.shape[1], k.data.shape[1], k.data.shape[2], scoring.window or 0),
         *(scoring.scale, scoring.softcap or 0.0),
-        *(TYPES[q.dtype], is_view_of_k(k_pages, v_pages), torch.get_num_threads(), causal),
+        *(TYPES[q.dtype], is_view_of_k(*pages), torch.get_num_threads(), causal),
     )
-    if library().paged_attention(byref(call)):
-        raise MemoryError("paged attention: no memory for scratch")
-    return out, lse
+    call.kept = tensors, num_new, kv_lens  # as long as C may read them
+    return call

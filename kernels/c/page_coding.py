@@ -16,7 +16,7 @@ from .library import library
 from .pages import CPages, in_c
 
 
-class _Write(Structure):
+class Write(Structure):
     """The arguments of a write, as `Write` in write.h."""
 
     _fields_ = [
@@ -29,7 +29,7 @@ class _Write(Structure):
 
 def write_kv(k: Tensor, v: Tensor, k_pages: Pages, v_pages: Pages, slots: Tensor) -> None:
     """Twin of `reference.write_kv`, for slots that are all >= 0."""
-    _run(*(_of_step(*half, None, slots, whole=False) for half in ((k, k_pages), (v, v_pages))))
+    _run(*(of_step(*half, None, slots, whole=False) for half in ((k, k_pages), (v, v_pages))))
 
 
 def write_pages(
@@ -37,7 +37,7 @@ def write_pages(
 ) -> None:
     """Twin of `reference.write_pages`."""
     halves = (k, k_pages), (v, v_pages)
-    _run(*(_of_step(*half, first_token, target, whole=True) for half in halves))
+    _run(*(of_step(*half, first_token, target, whole=True) for half in halves))
 
 
 def encode_pages(k_pages: Pages, v_pages: Pages, source: Tensor, target: Tensor) -> None:
@@ -53,7 +53,7 @@ def encode_pages(k_pages: Pages, v_pages: Pages, source: Tensor, target: Tensor)
     _run(*writes)
 
 
-def _of_step(x: Tensor, pages: Pages, source: Tensor | None, target: Tensor, whole: bool) -> _Write:
+def of_step(x: Tensor, pages: Pages, source: Tensor | None, target: Tensor, whole: bool) -> Write:
     """Describes a write of new tokens `[T, G, D]`."""
     x = x if x.stride(2) == 1 else x.contiguous()
     token, head, _ = x.stride()
@@ -67,7 +67,7 @@ def _write(
     source: Tensor | None,
     target: Tensor,
     whole: bool,
-) -> _Write:
+) -> Write:
     """Describes a write from `x` into pages of one layer.
 
     Args:
@@ -77,7 +77,7 @@ def _write(
     """
     source = source if source is None else source.contiguous()
     target = target.contiguous()
-    write = _Write(
+    write = Write(
         in_c(pages, x.dtype),
         *(x.data_ptr(), None if source is None else source.data_ptr(), target.data_ptr()),
         *(*steps, len(target), *pages.data.shape[1:3], whole, torch.get_num_threads()),
@@ -86,5 +86,5 @@ def _write(
     return write
 
 
-def _run(*writes: _Write) -> None:
-    library().write_pages((_Write * len(writes))(*writes), c_int64(len(writes)))
+def _run(*writes: Write) -> None:
+    library().write_pages((Write * len(writes))(*writes), c_int64(len(writes)))

@@ -150,3 +150,9 @@ void write_pages(const Write *writes, int64_t count) {
         }
     }
 }
+
+/* Writes K and V of a layer's new tokens, then attends. */
+int write_and_attend(const Write *writes, int64_t count, const Call *call) {
+    write_pages(writes, count);
+    return paged_attention(call);
+}

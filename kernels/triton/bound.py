@@ -15,36 +15,13 @@ import torch
 from torch import Tensor
 
 from pagedkv.kernels.formats import Pages
+from pagedkv.kernels.like import Like
 from pagedkv.kernels.scoring import Scoring, Terms
 
 from .launch import ALIGNMENT, Geometry, Launch, Launcher, check_aligned, is_ready
 
 Pair = tuple[Tensor | Pages, Tensor | Pages]  # K and V pages of a layer
 New = tuple[Tensor, Tensor, Tensor]  # q, k and v of a step's new tokens
-
-
-class _Like(NamedTuple):
-    """The properties in which a tensor of another layer must be alike."""
-
-    shape: torch.Size
-    strides: tuple[int, ...]
-    dtype: torch.dtype
-    device: torch.device
-
-    @classmethod
-    def of(cls, tensor: Tensor) -> _Like:
-        return cls(tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
-
-    def fits(self, tensor: Tensor) -> bool:
-        return (
-            tensor.__class__ is Tensor
-            and tensor.shape == self.shape
-            and tensor.stride() == self.strides
-            and tensor.dtype is self.dtype
-            and tensor.device == self.device
-            and not tensor.requires_grad
-            and not tensor.is_neg()
-        )
 
 
 class _Replayed(NamedTuple):
@@ -70,7 +47,7 @@ class Bound:
         _, k, v = new
         self._launches = launches
         self._device = launches[0].launcher.device
-        self._like = [_Like.of(tensor) for tensor in new]
+        self._like = [Like.of(tensor) for tensor in new]
         self._v_is_k = k.data_ptr() == v.data_ptr()
         self._pools = [_memory(tensor) for tensor in _tensors(pages)]
         self._scoring, self._terms = scoring, scoring.arguments()[1]

@@ -16,12 +16,13 @@ from torch import Tensor
 from pagedkv.arrays import Ints
 from pagedkv.kernels.c import backend as kernels
 from pagedkv.kernels.c import select_pages as sparse
+from pagedkv.kernels.c.bound import Bound, binds
 from pagedkv.kernels.torch import backend as torch_kernels
 from pagedkv.step.metadata import StepMetadata
 
 from . import on_torch
 from .call import Call, Chosen
-from .on_torch import again, page_mass
+from .on_torch import page_mass
 
 __all__ = [
     "again",
@@ -37,6 +38,8 @@ __all__ = [
 # Bytes of K and V that a layer has to be spared for torch's way to be sooner, measured on 2 x AMD
 # EPYC (Zen 4), 9/3 heads of 64 and 8/8, 16 and 64 rows (2026-11-26, docs/kernels.md).
 WORTH_BYTES = 8 << 20
+
+NO_SUMS = torch.empty(0, device="cpu")
 
 
 class Choosing(NamedTuple):
@@ -96,12 +99,41 @@ def write(k: Tensor, v: Tensor, step: StepMetadata, layer: int) -> None:
     on_torch.write(k, v, step, layer, kernels if is_served else torch_kernels)
 
 
+def again(call: Call) -> tuple[Tensor, Tensor] | None:
+    """Serves calls without a log-sum-exp, like the first of their kind; see `c/bound.py`."""
+    q, k, v, step, layer, scoring, return_lse = call
+    bound: Bound | None = step.kept(("bound", step.config.group_of.get(layer)))
+    if bound is None or return_lse or step.state != "open":
+        return None
+    assert k is not None
+    assert v is not None
+    out = bound((q, k, v), call.pages, scoring)
+    return None if out is None else (out, NO_SUMS)
+
+
 def write_and_attend(call: Call, plan: Plan) -> tuple[Tensor, Tensor]:
-    """Writes, then attends, for a call with K and V."""
+    """Writes, then attends, for a call with K and V; it serves to bind those of other layers."""
     assert call.k is not None
     assert call.v is not None
+    if bound := _bound(call, plan):
+        call.step.keep(("bound", call.group), bound)
+        if found := again(call):
+            return found
     write(call.k, call.v, call.step, call.layer)
     return attend(call, plan)
+
+
+def _bound(call: Call, plan: Plan) -> Bound | None:
+    """The call, bound; None where pages, rows or results ask for more than C does in one call."""
+    q, k, v, step, _, scoring, return_lse = call
+    slots, tokens = step.written(call.group)
+    plain = step.config.dense and tokens is None and scoring.sinks is None
+    if not plain or plan.gathered or plan.choosing or return_lse or step.queries is not None:
+        return None
+    assert k is not None
+    assert v is not None
+    where = step.page_table(call.group), plan.num_new, plan.kv_lens
+    return Bound((q, k, v), call.pages, slots, where, scoring) if binds(q, k, v) else None
 
 
 def attend(call: Call, plan: Plan) -> tuple[Tensor, Tensor]:

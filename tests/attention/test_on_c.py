@@ -1,13 +1,15 @@
 """Who attends on a processor: C, but for steps whose rows share prefixes that are worth a product.
 
-What these tests alone find: a step that goes to the wrong one, and what comes out differently.
+What these tests alone find: a step that goes to the wrong one, what comes out differently, and a
+layer that is served by what another has left of its call (`kernels/c/bound.py`).
 """
 
 import pytest
 import torch
 
-from pagedkv import CacheConfig, PagedKVCache, paged_attention
+from pagedkv import CacheConfig, LayerGroup, PagedKVCache, paged_attention
 from pagedkv.attention import on_c, on_torch
+from pagedkv.errors import ClosedStepError
 from pagedkv.kernels.c.library import missing
 
 pytestmark = pytest.mark.skipif(bool(missing()), reason=missing() or "there is a library")
@@ -53,3 +55,97 @@ def test_rows_of_several_new_tokens_and_a_single_row_stay_with_c(gathered, monke
     outputs("c", 5, 90, 3)
     outputs("c", 1, 90, 1)
     assert not gathered
+
+
+LAYERS = 3
+CONFIGS = {
+    "dense": {},
+    "bfloat16": {"dtype": "bfloat16"},
+    "two groups": {"groups": (LayerGroup((0, 2)), LayerGroup((1,), window=7))},
+    "latents": {
+        "groups": (LayerGroup(tuple(range(LAYERS)), num_kv_heads=1, v_head_dim=8, v_is_k=True),)
+    },
+    "int8": {"kv_format": "int8"},
+    "chosen pages": {"read_tokens": 16},
+}
+TERMS = {
+    "scales": lambda layer: {"scale": 0.1 + layer},
+    "softcap": lambda layer: {"softcap": 5.0},
+    "caps of one layer": lambda layer: {"softcap": 5.0} if layer == 1 else {},
+    "sinks of one layer": lambda layer: {"sinks": torch.ones(H)} if layer == 1 else {},
+    "sums of one layer": lambda layer: {"return_lse": True} if layer == 1 else {},
+}
+
+
+def plainly(layer):
+    return {}
+
+
+def qkv(config, layer, tokens, axes=(0, 0)):
+    """q, k and v, which lie in memory with two axes swapped."""
+    heads, _, v_dim, v_is_k = config.shapes[config.group_of[layer]]
+    made = torch.randn(tokens, H + 2 * heads, D).to(getattr(torch, config.dtype))
+    made = made.transpose(*axes).contiguous().transpose(*axes)
+    q, k, v = made.split([H, heads, heads], dim=1)
+    return q, k, k[..., :v_dim] if v_is_k else v
+
+
+def layers(terms, axes=lambda layer: (0, 0), **fields):
+    """All layers' results in some steps, and how many layers were bound."""
+    sizes = {"page_size": 4, "max_tokens": 256}
+    config = CacheConfig(LAYERS, G, D, **{"dtype": "float32", **sizes, **fields})
+    cache, found, bound = PagedKVCache(config, device="cpu", backend="c"), [], 0
+    torch.manual_seed(0)
+    seqs = cache.add(), cache.add()
+    for new in ([5, 20], [1, 1], [3, 1]):
+        with cache.step(seqs, num_new=new) as step:
+            for layer in range(LAYERS):
+                given = qkv(config, layer, sum(new), axes(layer))
+                found.append(paged_attention(*given, step, layer, **terms(layer)))
+                group = config.group_of[layer]
+                bound += step.kept(("bound", group)) is not None
+        for layer in range(LAYERS):
+            found += cache.gather(seqs[0], layer)
+    return found, bound
+
+
+def assert_same(monkeypatch, terms, serves=True, **how):
+    mine, bound = layers(terms, **how)
+    assert bool(bound) == serves
+    monkeypatch.setattr(on_c, "_bound", lambda *_: None)
+    for one, other in zip(mine, layers(terms, **how)[0], strict=True):
+        for a, b in zip(*(x if isinstance(x, tuple) else (x,) for x in (one, other)), strict=True):
+            assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_bound_layers_compute_the_same_bits(name, monkeypatch):
+    assert_same(monkeypatch, plainly, name != "int8", **CONFIGS[name])
+
+
+@pytest.mark.parametrize("name", TERMS)
+def test_terms_of_each_layer_are_its_own(name, monkeypatch):
+    assert_same(monkeypatch, TERMS[name])
+
+
+def test_a_layer_of_another_layout_is_not_served_by_addresses(monkeypatch):
+    assert_same(monkeypatch, plainly, axes=lambda layer: (0, layer % 2))
+    assert_same(monkeypatch, plainly, False, axes=lambda layer: (1, 2))
+
+
+def test_bound_layers_refuse_what_others_do():
+    config = CacheConfig(2, G, D, "float32", max_tokens=64, page_size=4)
+    cache = PagedKVCache(config, device="cpu", backend="c")
+    q, (k, v) = torch.randn(4, H, D), torch.randn(2, 4, G, D)
+    step = cache.prepare([cache.add()], num_new=4)
+    paged_attention(q, k, v, step, 0)
+    mine = step.storage.layer(1)[0][0].transpose(0, 1)
+    assert mine.stride() == k.stride()
+    with pytest.raises(RuntimeError, match="single memory location"):
+        paged_attention(q, mine, v, step, 1)
+    with pytest.raises(ValueError, match=r"^k: expected shape"):
+        paged_attention(q, k[:3], v, step, 1)
+    paged_attention(q, k, v, step, 1)
+    cache.commit(step)
+    with pytest.raises(ClosedStepError):
+        paged_attention(q, k, v, step, 1)

@@ -1,0 +1,95 @@
+"""A layer's call, described to C once a step for all layers of its kind.
+
+The first of them is described in full, and later ones by the addresses in which they differ. A call
+whose tensors are not laid out as the first one's were is not served here. Pages are dense.
+"""
+
+from __future__ import annotations
+
+from ctypes import byref, c_int64
+
+import torch
+from torch import Tensor
+
+from pagedkv.kernels.formats import Pages
+from pagedkv.kernels.like import Like
+from pagedkv.kernels.prefixes import Ints
+from pagedkv.kernels.scoring import Scoring
+
+from .backend import call_of
+from .library import library
+from .page_coding import Write, of_step
+
+New = tuple[Tensor, Tensor, Tensor]  # q, k and v of a step's new tokens
+Pair = tuple[Tensor, Tensor]  # K and V pages of a layer
+
+
+class Bound:
+    """The call of a kind of layers in one step.
+
+    Args:
+        new: of the first layer, as `binds` asks for; and `pages` its own.
+        slots: of the new tokens.
+        rows: the page table, new tokens of each row, and its length.
+        scoring: its terms, checked, without sinks.
+    """
+
+    def __init__(
+        self,
+        new: New,
+        pages: Pair,
+        slots: Tensor,
+        rows: tuple[Tensor, Ints, Ints],
+        scoring: Scoring,
+    ) -> None:
+        (q, k, v), self._scoring = new, scoring
+        self._like = [Like.of(x) for x in new]
+        self._shape, self._dtype = (*q.shape[:2], pages[1].shape[3]), q.dtype
+        self._call = call_of(q, pages, *rows, scoring, (q, None))
+        self._v_is_k = bool(self._call.v_is_k)
+        halves = ((k, pages[0]), (v, pages[1]))[: 1 if self._v_is_k else 2]
+        described = [of_step(x, Pages.of(into), None, slots, whole=False) for x, into in halves]
+        self._kept, count = described, len(described)
+        writes = (Write * count)(*described)
+        self._writes = [(write, write.pages) for write in writes]
+        self._pages = self._call.k, self._call.v
+        self._bytes = [x.nbytes for x in pages]
+        self._arguments = writes, c_int64(count), byref(self._call)
+
+    def __call__(self, new: New, pages: Pair, scoring: Scoring) -> Tensor | None:
+        """Writes and attends, without a log-sum-exp.
+
+        Args:
+            pages: of a layer of the same group, which differ from the first one's in where they
+                lie and in nothing else.
+            scoring: the caller's terms.
+
+        Returns:
+            The output; None if nothing was done, because the call has to go the ordinary way.
+        """
+        mine, call = self._scoring, self._call
+        same = scoring.scale.__class__ is float and scoring.scale == mine.scale
+        if not same or scoring.softcap is not mine.softcap or scoring.sinks is not None:
+            return None
+        if not all(like.fits(x) for like, x in zip(self._like, new)):
+            return None
+        addresses = [x.data_ptr() for x in new]
+        if self._v_is_k and addresses[1] != addresses[2]:
+            return None
+        into = [x.data_ptr() for x in pages]
+        if any(0 <= x - at < size for x, at, size in zip(addresses[1:], into, self._bytes)):
+            return None  # a view of the pages, which torch refuses
+        out = torch.empty(self._shape, dtype=self._dtype, device="cpu")
+        call.q, call.out = addresses[0], out.data_ptr()
+        for half, address in zip(self._pages, into):
+            half.data = address
+        for (write, half), x, address in zip(self._writes, addresses[1:], into):
+            write.x, half.data = x, address
+        if library().write_and_attend(*self._arguments):
+            raise MemoryError("paged attention: no memory for scratch")
+        return out
+
+
+def binds(*new: Tensor) -> bool:
+    """Whether C may read q, k and v as they are."""
+    return all(x.stride(2) == 1 and Like.of(x).fits(x) for x in new)

@@ -1,0 +1,34 @@
+"""The layout of tensors that a call was bound for."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Like(NamedTuple):
+    """The properties in which a tensor of another layer must be alike."""
+
+    shape: torch.Size
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Like:
+        """Those of a tensor."""
+        return cls(tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
+
+    def fits(self, tensor: Tensor) -> bool:
+        """Whether a tensor can take the place of that one, without gradients or a lazy minus."""
+        return (
+            tensor.__class__ is Tensor
+            and tensor.shape == self.shape
+            and tensor.stride() == self.strides
+            and tensor.dtype is self.dtype
+            and tensor.device == self.device
+            and not tensor.requires_grad
+            and not tensor.is_neg()
+        )
