@@ -7,8 +7,8 @@ of a weight in half precision. `eight_bits.c` multiplies; a row's bits depend on
 from __future__ import annotations
 
 from collections.abc import Iterator
-from ctypes import Structure, byref, c_int64, c_void_p
 from functools import cache
+from struct import Struct
 
 import torch
 from torch import Tensor
@@ -19,15 +19,7 @@ GROUP = 32
 TOP = 127
 AT_ONCE = 1 << 20  # weights that are packed together
 HALVES = torch.finfo(torch.float16)
-
-
-class _Product(Structure):
-    """As `Product` in eight_bits.c."""
-
-    _fields_ = [
-        *((name, c_void_p) for name in ("panels", "x", "bias", "out", "groups")),
-        *((name, c_int64) for name in ("outputs", "inputs", "rows")),
-    ]
+PRODUCT = Struct("PPPPPqqq")  # as `Product` in eight_bits.c
 
 
 class Eight:
@@ -84,11 +76,11 @@ def product(x: Tensor, packed: Eight, bias: Tensor | None) -> Tensor:
     bias = None if bias is None else bias.contiguous()
     out = x.new_empty(*x.shape[:-1], outputs)
     groups = x.new_empty(x.numel() // GROUP, library().eight_bit_group(), dtype=torch.uint8)
-    call = _Product(
-        *(packed.panels.data_ptr(), x.data_ptr(), None if bias is None else bias.data_ptr()),
+    call = PRODUCT.pack(
+        *(packed.panels.data_ptr(), x.data_ptr(), 0 if bias is None else bias.data_ptr()),
         *(out.data_ptr(), groups.data_ptr(), outputs, inputs, x.numel() // inputs),
     )
-    library().eight_bit_product(byref(call), torch.get_num_threads())
+    library().eight_bit_product(call, torch.get_num_threads())
     return out
 
 

@@ -5,8 +5,8 @@ The twin of `torch/rms_norm.py`; `rms_norm.c` computes. A row's bits depend on t
 
 from __future__ import annotations
 
-from ctypes import Structure, byref, c_float, c_int32, c_int64, c_void_p
 from functools import cache
+from struct import Struct
 
 import torch
 from torch import Tensor
@@ -14,17 +14,7 @@ from torch import Tensor
 from .library import library, missing
 
 TYPES = {torch.float32: 0, torch.bfloat16: 1}
-
-
-class _Norms(Structure):
-    """As `Norms` in rms_norm.c."""
-
-    _fields_ = [
-        *((name, c_void_p) for name in ("x", "weight", "out")),
-        *((name, c_int64) for name in ("rows", "width")),
-        *((name, c_float) for name in ("eps", "added")),
-        *((name, c_int32) for name in ("rounds", "type")),
-    ]
+NORMS = Struct("PPPqqffii")  # as `Norms` in rms_norm.c: x, weight, out, rows, width, and the rest
 
 
 @cache
@@ -40,11 +30,11 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, added: float, rounds: bool) 
 
     Rows that are not contiguous are copied first: a row alone may be so where several are not.
     """
-    rows, width = x.contiguous(), len(weight)
+    rows, width = x.contiguous(), weight.numel()
     out = torch.empty_like(rows)
-    norms = _Norms(
+    norms = NORMS.pack(
         *(rows.data_ptr(), weight.data_ptr(), out.data_ptr()),
         *(x.numel() // width, width, eps, added, rounds, TYPES[x.dtype]),
     )
-    library().rms_norm(byref(norms), torch.get_num_threads())
+    library().rms_norm(norms, torch.get_num_threads())
     return out if rows is x else torch.empty_like(x).copy_(out)  # strides as torch's

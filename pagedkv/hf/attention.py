@@ -21,6 +21,7 @@ from .staged import Staged
 # What models pass along that does not change the mathematics of attention.
 HARMLESS = {
     "cache_position",
+    "is_causal",
     "labels",
     "logits_to_keep",
     "num_items_in_batch",
@@ -121,7 +122,7 @@ def refuse_strange(dropout: float, kwargs: dict[str, Any]) -> None:
         raise UnsupportedModelError("is_causal: expected causal attention, got False")
     for name, value in kwargs.items():
         said = value is not None and value is not False and not isinstance(value, Cache)
-        if said and name not in HARMLESS | {"is_causal"}:
+        if said and name not in HARMLESS:
             raise UnsupportedModelError(f"{name}: paged attention does not know this argument")
 
 

@@ -264,7 +264,7 @@ class PackedForward(Swapped):
             return other(input)
         if not self.serves(input) or not _has_bias_for(self.module, self.weight):
             return nn.Linear.forward(self.module, input)
-        return product(input, self.packed, self.module.bias)
+        return product(input, self.packed, self.module._parameters["bias"])
 
 
 def pack_rounded(weight: Tensor) -> Packed:

@@ -228,7 +228,7 @@ def test_name_without_a_mask_function_gets_no_mask(spy):
 def test_attention_function_is_called_as_ours_expects(spy, family):
     spy = spy(family)
     two_steps(spy)
-    named = set(inspect.signature(over_pages).parameters) | HARMLESS | {"is_causal"}
+    named = set(inspect.signature(over_pages).parameters) | HARMLESS
     for args, kwargs in spy.attended:
         promise(len(args) == 5, "calls attention(module, query, key, value, mask, **kwargs)")
         promise(isinstance(args[0], torch.nn.Module), "passes the module first")
