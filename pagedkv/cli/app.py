@@ -15,7 +15,6 @@ from .eval import CONTEXT as EVAL_CONTEXT
 from .eval import evaluate
 from .generate import Generate, generate
 from .info import info, version_of
-from .job_options import JobCommand
 from .plan import EXIT_CODES as PLAN_EXIT_CODES
 from .plan import plan
 from .quality import EXIT_CODES as QUALITY_EXIT_CODES
@@ -71,7 +70,7 @@ def common(
 
 
 app.command(epilog=GENERATE_EXIT_CODES, cls=Generate)(generate)
-app.command(epilog=GENERATE_EXIT_CODES, cls=JobCommand)(score)
+app.command(epilog=GENERATE_EXIT_CODES)(score)
 app.command(epilog=PLAN_EXIT_CODES)(plan)
 app.command("compile", epilog=COMPILE_EXIT_CODES)(compile_kernels)
 app.command("trace", epilog=TRACE_EXIT_CODES)(trace_command)

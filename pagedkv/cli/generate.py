@@ -9,12 +9,13 @@ from functools import partial
 from typing import Any
 
 import typer
+from typer.core import TyperCommand
 
 from pagedkv.names import OPTIONS
 
 from .answers import ANSWER, answer_name, require_room
 from .command import running
-from .job_options import MEMORY, MEMORY_OPTIONS, OUTPUT_OPTIONS, PROMPT_OPTIONS, JobCommand
+from .job_options import MEMORY, MEMORY_OPTIONS, OUTPUT_OPTIONS, PROMPT_OPTIONS
 from .option import MODEL, Given, Option, takes
 from .options import FLAGS, options_of, sampling_of
 from .prompts import Prompt
@@ -23,7 +24,7 @@ from .start import start
 SAMPLING = partial(typer.Option, rich_help_panel="Sampling")
 
 
-class Generate(JobCommand):
+class Generate(TyperCommand):
     """The command, which knows by what names other programs have its options."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:

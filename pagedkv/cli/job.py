@@ -195,7 +195,7 @@ def generator_of(job: Job, loaded: Loaded, lengths: list[int], console: Console)
     except OSError as error:  # only the trace is opened here
         raise UsageError(f"--trace: cannot write {job.sizes['trace']}: {error}") from error
     except (ValueError, TypeError, PagedKVError) as error:
-        raise UsageError(str(error).replace("pack_weights:", "--pack-weights:")) from error
+        raise UsageError(str(error).replace("pack_weights:", "--weight-format:")) from error
 
 
 def carried(

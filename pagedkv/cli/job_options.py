@@ -4,25 +4,14 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import typer
-from typer.core import TyperCommand
 
 from .answers import ANSWER
 from .option import Option
-from .options import CACHE, DTYPES_SAID, packing_said
+from .options import CACHE, DTYPES_SAID
 from .plan import KV_HELP
 from .prompts import OPTIONS
-
-
-class JobCommand(TyperCommand):
-    """A command with these options, one of which has a value or none."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Reads the options."""
-        return super().parse_args(ctx, packing_said(args))
-
 
 # An option of each panel of the help.
 PROMPTS, MEMORY, OUTPUT = (
@@ -213,16 +202,22 @@ MEMORY_OPTIONS = (
     ),
     Option(
         "pack_weights",
-        str,
+        bool | None,
         MEMORY(
-            metavar="[int8]",
-            help="On a CPU: keep a second copy of the weights that is quicker to multiply with; "
-            "with int8 of 8 bits a weight, for answers that are only near the model's. "
-            "--no-pack-weights keeps none. "
+            "--pack-weights/--no-pack-weights",
+            metavar="",
+            help="On a CPU: keep a second copy of the weights that is quicker to multiply with. "
             "[dim]Default: where memory is free, and none of it is planned.[/dim]",
-            show_default=False,
         ),
-        "auto",
+    ),
+    Option(
+        "weight_format",
+        str | None,
+        MEMORY(
+            metavar="int8",
+            help="On a CPU: multiply with a second copy of the weights of 8 bits each, for answers "
+            "that are only near the model's.",
+        ),
     ),
     Option(
         "dtype",

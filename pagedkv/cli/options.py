@@ -171,30 +171,15 @@ def store_of(folder: Path | None, size: str | None) -> Any:
         raise UsageError(str(error).replace("prefix_store:", "--prefix-store:")) from error
 
 
-def packing_said(args: list[str]) -> list[str]:
-    """Arguments in which each --pack-weights has a value.
-
-    It may go without one, and what follows it may be a prompt, so only int8 is taken for its value.
-    """
-    found: list[str] = []
-    for i, arg in enumerate(args):
-        if arg == "--":
-            return found + args[i:]
-        if arg == "int8" and found[-1:] == ["--pack-weights=yes"]:
-            found[-1] = "--pack-weights=int8"
-        elif arg in ("--pack-weights", "--no-pack-weights"):
-            found.append(f"--pack-weights={'yes' if arg == '--pack-weights' else 'no'}")
-        else:
-            found.append(arg)
-    return found
-
-
-def packing_of(text: str) -> bool | str:
-    """The way of packing that --pack-weights gives, as `BatchGenerator` takes it."""
-    ways: dict[str, bool | str] = {"auto": "auto", "yes": True, "no": False, "int8": "int8"}
-    if text not in ways:
-        raise UsageError(f"--pack-weights: expected int8 or nothing, got {text}")
-    return ways[text]
+def packing_of(wanted: bool | None, weight_format: str | None) -> bool | str:
+    """The way of packing that two options give, as `BatchGenerator` takes it."""
+    if weight_format is None:
+        return "auto" if wanted is None else wanted
+    if weight_format != "int8":
+        raise UsageError(f"--weight-format: expected int8, got {weight_format}")
+    if wanted is False:
+        raise UsageError("--weight-format: expected without --no-pack-weights")
+    return weight_format
 
 
 def require_outputs(out: Path | None, asked: dict[str, bool], trace: Path | None) -> None:

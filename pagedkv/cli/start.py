@@ -64,7 +64,7 @@ def start(
         "kv_format": kv_formats_of(given.kv_format),
         "step_tokens": given.step_tokens,
         "trace": trace if launch.is_first else None,
-        "pack_weights": packing_of(given.pack_weights),
+        "pack_weights": packing_of(given.pack_weights, given.weight_format),
     }
     pages = cache_of(given.cache or [])
     shared = {

@@ -42,20 +42,18 @@ def test_what_packed_weights_take_is_said_unless_they_are_refused(generate, monk
     assert said not in generate("abc", "-n", 1, "--no-pack-weights").stderr
 
 
-def test_eight_bits_a_weight_are_asked_for_behind_pack_weights(
-    generate, pagedkv, model, monkeypatch
-):
-    """What else stands there is a prompt, and a processor without them is refused by the option."""
-    assert generate("--pack-weights", "abc").stdout == generate("abc").stdout
+def test_eight_bits_a_weight_are_refused_by_their_option(generate, pagedkv, model, monkeypatch):
     monkeypatch.setattr(eight_bits, "why_not", lambda dtype: "no instructions")
     for command in ("generate", "score"):
-        for said in (["--pack-weights", "int8"], ["--no-pack-weights", "--pack-weights=int8"]):
-            refused = pagedkv(command, model, *said, "abc")
-            assert refused.exit_code == 2
-            expected = "--pack-weights: LlamaForCausalLM cannot have 'int8': no instructions"
-            assert expected in " ".join(refused.stderr.split())
-    refused = generate("--pack-weights=int4", "abc", code=2).stderr
-    assert "--pack-weights: expected int8 or nothing, got int4" in refused
+        refused = pagedkv(command, model, "--weight-format", "int8", "abc")
+        assert refused.exit_code == 2
+        expected = "--weight-format: LlamaForCausalLM cannot have 'int8': no instructions"
+        assert expected in " ".join(refused.stderr.split())
+    expected = {("int4",): "expected int8, got int4"}
+    expected |= {("int8", "--no-pack-weights"): "expected without --no-pack-weights"}
+    for said, why in expected.items():
+        refused = generate("--weight-format", *said, "abc", code=2).stderr
+        assert f"--weight-format: {why}" in refused
 
 
 def test_the_most_expensive_misses_are_explained_where_it_is_asked(generate):

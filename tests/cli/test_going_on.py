@@ -34,7 +34,7 @@ def test_a_file_is_not_continued_with_something_else(generate, pagedkv, chat_mod
         ("abc", "--seed", 2): r"\(seed: not given there, 2 here\)",
         ("abc", "--set", "eos_token_id=null"): r"\(eos_token_id: not given there, null here\)",
         ("abc", "--dtype", "bfloat16"): r"\(dtype: \"auto\" there, \"bfloat16\" here\)",
-        ("abc", "--pack-weights", "int8"): r"\(pack_weights: not given there, \"int8\" here\)",
+        ("abc", "--weight-format", "int8"): r"\(pack_weights: not given there, \"int8\" here\)",
         ("abc", "--kv-format", "int8"): r"\(kv_format: .dense,dense. there, .int8,int8. here\)",
         ("abc", "--cache", "retention=sinks", "--cache", "budget=128"): r"budget: .*; page_size: "
         r"not given there, 4 here; retention: not given there, \"sinks\" here\)",
