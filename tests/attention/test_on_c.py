@@ -149,3 +149,13 @@ def test_bound_layers_refuse_what_others_do():
     cache.commit(step)
     with pytest.raises(ClosedStepError):
         paged_attention(q, k, v, step, 1)
+
+
+def test_a_value_that_is_no_part_of_its_key_is_refused_in_a_bound_layer():
+    config = CacheConfig(LAYERS, G, D, "float32", max_tokens=64, page_size=4, **CONFIGS["latents"])
+    cache = PagedKVCache(config, device="cpu", backend="c")
+    q, k, v = qkv(config, 0, 4)
+    step = cache.prepare([cache.add()], num_new=4)
+    paged_attention(q, k, v, step, 0)
+    with pytest.raises(ValueError, match="expected a view of k"):
+        paged_attention(q, k, torch.empty_strided(v.shape, v.stride()), step, 1)
