@@ -18,7 +18,7 @@ class Like(NamedTuple):
 
     @classmethod
     def of(cls, tensor: Tensor) -> Like:
-        """Those of a tensor."""
+        """Takes the layout of a tensor."""
         return cls(tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
 
     def fits(self, tensor: Tensor) -> bool:

@@ -49,7 +49,10 @@ class Bound:
         self._v_is_k = bool(self._call.v_is_k)
         halves = ((k, pages[0]), (v, pages[1]))[: 1 if self._v_is_k else 2]
         described = [of_step(x, Pages.of(into), None, slots, whole=False) for x, into in halves]
-        self._kept, count = described, len(described)
+        # What layers have in common stays; the first one's q, k and v end with their layer.
+        tensors, *host = self._call.kept
+        self._call.kept = tensors[3:], host
+        self._kept, count = [write.kept[1:] for write in described], len(described)
         writes = (Write * count)(*described)
         self._writes = [(write, write.pages) for write in writes]
         self._pages = self._call.k, self._call.v
@@ -79,7 +82,7 @@ class Bound:
         into = [x.data_ptr() for x in pages]
         if any(0 <= x - at < size for x, at, size in zip(addresses[1:], into, self._bytes)):
             return None  # a view of the pages, which torch refuses
-        out = torch.empty(self._shape, dtype=self._dtype, device="cpu")
+        out = torch.empty(self._shape, dtype=self._dtype, device=new[0].device)
         call.q, call.out = addresses[0], out.data_ptr()
         for half, address in zip(self._pages, into):
             half.data = address

@@ -41,7 +41,9 @@ def placed(config: CacheConfig):
 
 
 def divided(config: CacheConfig, **options) -> PagedKVCache:
-    return PagedKVCache(config, device=placed(config), **{"debug": True, **options})
+    # Not C, which takes addresses: nobody would see whose they are.
+    options = {"debug": True, "backend": "torch", **options}
+    return PagedKVCache(config, device=placed(config), **options)
 
 
 # ------------------------------------------------------------------ as on one device
@@ -70,7 +72,7 @@ SERVED = {
 def run(config: CacheConfig, device, steps: int) -> list[torch.Tensor]:
     """Returns every layer's attention in a few steps, and the bytes stored behind them."""
     source = torch.Generator().manual_seed(1)
-    cache = PagedKVCache(config, device=device, debug=True)
+    cache = PagedKVCache(config, device=device, debug=True, backend="torch")
     prompt, other = cache.add(TEXT), cache.add()
     found = []
     for turn in range(steps):
