@@ -110,11 +110,17 @@ def test_going_back_to_a_state_that_others_have_may_end_a_promise():
     assert slots.promised.sum() == 1
 
 
-def test_a_row_gives_up_only_as_many_checkpoints_as_it_must():
+def two_that_are_kept():
+    """Slots for three, two of which rows 0 and 1 have and checkpoints keep."""
     slots = Slots(3, ROWS)
     for row, name in enumerate("ab"):
         slots.step(row)
         slots.keep(row, 1, key(name))
+    return slots
+
+
+def test_a_row_gives_up_only_as_many_checkpoints_as_it_must():
+    slots = two_that_are_kept()
     slots.step(0, 1)
     assert [list(slots.checkpoints.slots), slots.in_use] == [[key("b")], 3]
 
@@ -138,10 +144,7 @@ def test_versions_tell_contents_apart():
 
 
 def test_a_state_that_is_only_kept_is_not_reused_for_a_row_that_comes_back_beside_its_own():
-    slots = Slots(3, ROWS)
-    for row, name in enumerate("ab"):
-        slots.step(row)
-        slots.keep(row, 1, key(name))
+    slots = two_that_are_kept()
     mine = int(slots.pool.version[slots.slot[0]])
     slots.leave(rows(0, 1))
     slots.step(2)
@@ -153,10 +156,7 @@ def test_a_state_that_is_only_kept_is_not_reused_for_a_row_that_comes_back_besid
 
 
 def test_a_checkpoint_that_is_asked_for_again_is_the_last_to_go():
-    slots = Slots(3, ROWS)
-    for row, name in enumerate("ab"):
-        slots.step(row)
-        slots.keep(row, 1, key(name))
+    slots = two_that_are_kept()
     slots.release(rows(0, 1))
     slots.step(2)
     slots.keep(2, 1, key("a"))
