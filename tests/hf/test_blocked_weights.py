@@ -11,7 +11,6 @@ from torch import nn
 from torch.nn.utils import prune
 
 from pagedkv import BatchGenerator, plan_memory
-from pagedkv.errors import UnsupportedModelError
 from pagedkv.hf import blocked_weights as module
 from pagedkv.hf.blocked_weights import PackedForward, packed_weights, why_rows_differ
 from pagedkv.hf.model import cache_config
@@ -61,10 +60,7 @@ def assert_as_before(model):
 @pytest.mark.parametrize("family", few(FAMILIES, "llama", "qwen2", "gemma3"))
 def test_rows_get_the_tokens_that_they_get_unpacked(family, products):
     model = tiny(family)
-    try:
-        results, _ = assert_like_alone(model, ragged(), {"pack_weights": True})
-    except UnsupportedModelError:
-        pytest.skip("packed rows are refused")
+    results, _ = assert_like_alone(model, ragged(), {"pack_weights": True})
     assert results
     assert products or not linears(model)
     assert_as_before(model)

@@ -124,14 +124,14 @@ def test_a_configuration_without_its_tower_is_refused_by_the_names_of_its_tensor
         stream(tmp_path)
 
 
-@pytest.mark.parametrize("kind", few([*GRIDS, *WHOLE, "ernie4_5_vl_moe"], "qwen3_5"))
+PLANNED = sorted({*GRIDS, *WHOLE, "ernie4_5_vl_moe"} - {"glm5_next", "paligemma"})  # are refused
+
+
+@pytest.mark.parametrize("kind", few(PLANNED, "qwen3_5"))
 def test_a_plan_counts_what_is_loaded_byte_for_byte(kind, tmp_path):
     saved(kind, tmp_path)
     for images in (True, False):
-        try:
-            shape = read_model(tmp_path, images=images)
-        except UnsupportedModelError:
-            pytest.skip("pages do not serve it")
+        shape = read_model(tmp_path, images=images)
         with stream(tmp_path, images=images) as streamer:
             origins = streamer._store.origins
             read = {piece.source for copies in origins.copies.values() for piece in copies}
