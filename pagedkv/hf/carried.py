@@ -37,7 +37,7 @@ def carried_by(model: nn.Module) -> tuple[list[str], list[str], list[Tensor]]:
         own = [one for one in part.module._parameters.values() if one is not None]
         found: list[Any] = [_attributes(one) for one in own if _is_foreign(one)]
         if found or any(not one.is_floating_point() for one in own):
-            named = vars(part.module).items()
+            named = vars(part.module).copy().items()
             found.append({k: v for k, v in named if not (k[0] == "_" or k == "training")})
         for name, value in _walked(found, seen, DEEPEST):
             if isinstance(value, Tensor):

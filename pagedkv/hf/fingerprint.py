@@ -48,7 +48,8 @@ def fingerprint_of(model: PreTrainedModel) -> bytes:
     tensor are read: the digest tells models apart, not forgeries. Weights that another library
     offloaded, or packed into an object of its own, cannot be read; then the digest is empty.
     """
-    owned = (own for module in model.modules() for own in vars(module).values())
+    # Copies: a step of another thread may put a forward into a module meanwhile.
+    owned = (own for module in model.modules() for own in vars(module).copy().values())
     if any(isinstance(own, torch.ScriptObject) for own in owned):
         return b""
     adapters = acting(model)

@@ -79,7 +79,7 @@ def _may_be_one(module: nn.Module) -> bool:
         and len(module._parameters) + len(module._modules) + len(module._buffers) == 1
         and len(_small_numbers(module)) == 1
         and is_its_own(module)
-        and all(_is_fixed(own) for name, own in vars(module).items() if name not in _OF_ALL)
+        and all(_is_fixed(own) for name, own in vars(module).copy().items() if name not in _OF_ALL)
     )
 
 
@@ -93,7 +93,7 @@ def _is_fixed(own: Any) -> bool:
 
 
 def _small_numbers(module: nn.Module) -> list[float]:
-    return [own for own in vars(module).values() if type(own) is float and 0 < own < 1]
+    return [own for own in vars(module).copy().values() if type(own) is float and 0 < own < 1]
 
 
 def how_it_norms(module: nn.Module) -> How | None:

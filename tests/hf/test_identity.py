@@ -236,3 +236,18 @@ def test_an_adapter_swapped_under_its_name_is_another_model(tmp_path):
     model.set_adapter("two")
     seen.add(fingerprint_of(whole))
     assert len(seen) == 3
+
+
+def test_a_module_may_change_while_its_model_is_read():
+    # A step of another thread puts its forward into a module, and takes it out again.
+    class Asked:
+        @property
+        def __class__(self):
+            own["changed"] = True
+            return object
+
+    model = tiny()
+    before, own = fingerprint_of(model), vars(model.model.norm)
+    own["asked"] = Asked()
+    assert fingerprint_of(model) == before
+    assert own["changed"]
