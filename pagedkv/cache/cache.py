@@ -658,6 +658,7 @@ class PagedKVCache:
         self.require_truncatable(seq, n)
         with Uninterrupted():
             sequences.truncate(self._tables, seq, n)
+            self._poison_restored([self._tables.row_of(seq)])
             if self._recorder is not None:
                 self._recorder.note("truncate", seq=int(seq), n=int(n))
 
@@ -682,6 +683,7 @@ class PagedKVCache:
         self._require_not_in_step([plan.row])
         with Uninterrupted():
             splicing.splice(self._tables, seq, plan.kept, plan.rest)
+            self._poison_restored([self._tables.row_of(seq)])
             if self._recorder is not None:
                 self._recorder.note("splice", seq=int(seq), n=plan.kept)
 

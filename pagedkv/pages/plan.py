@@ -36,6 +36,7 @@ class PagePlan:
         copies: pages copied on write, before the first layer writes.
         held: `[B]`, whether a sequence's only new token is stored already, on a page that is
             shared; None if no sequence's is.
+        spared: `[B]`, whether a page was set aside for the copy of a shared tail, or None.
         claimed: rows whose tail page was checked and is theirs to write now, or None.
         direct: in formats with staging pages, the new entries that this step fills from end to
             end; else None.
@@ -55,6 +56,7 @@ class PagePlan:
     grown_columns: Ints
     copies: list[Copy] = field(default_factory=list)
     held: Bools | None = None
+    spared: Bools | None = None
     claimed: Ints | None = None
     direct: staging.StepEntries | None = None
     codings: staging.Codings | None = None

@@ -264,8 +264,14 @@ def truncate(tables: PageTables, seq: int, length: int) -> None:
     tables.pending.pop(row, None)
     tables.check_tail[row] = True
     tail = tables.tables[tables.at(row, np.arange(max(0, columns - 1), columns))]
-    shared = bool(length % tables.page_size and (tables.pool.refcount[tail] > 1).any())
+    offset = length % tables.page_size
+    shared = bool(offset and (tables.pool.refcount[tail] > 1).any())
     tables.reservations.shorten(row, lost, shared)
+    if offset and tables.reservations.limit[row] and not tables.staged:
+        # Who found tokens behind the end would share the page, and its next write take one more.
+        for group, page in enumerate(tail[:, 0].tolist()):
+            if tables.pool.refcount[page] == 1 and tables.pool.filled[page] > offset:
+                tables.forget_behind(group, page, offset)
 
 
 def free(tables: PageTables, seqs: Any) -> None:

@@ -78,6 +78,7 @@ def prepare(
         tables.column_of[fresh] = plan.grown_columns
         tables.num_pages[rows] = pages_after
     if tails.size:
+        plan.spared = tables.reservations.extra[rows]  # a copy
         _copy_or_claim(tables, plan, tails)
     if tables.reservations.count and (num_grown or tails.size or tables.staged):
         tables.reservations.update(rows)
@@ -199,19 +200,9 @@ def _copy_or_claim(tables: PageTables, plan: PagePlan, tails: Ints) -> None:
     for group, pages in enumerate(tables.tables[tables.at(rows, column)]):
         below = pool.filled[pages] > offset
         for page, keep in zip(pages[below].tolist(), offset[below].tolist()):
-            _lower(tables, group, page, keep)
+            tables.forget_behind(group, page, keep)
     tables.check_tail[rows] = False
     plan.claimed = rows
-
-
-def _lower(tables: PageTables, group: int, page: int, keep: int) -> None:
-    """Makes a page's tokens from `keep` on unfindable: its only owner is about to write there."""
-    tables.pool.filled[page] = keep
-    tables.pool.renew(page)
-    if keep:
-        tables.index.forget_full(group, page)
-    else:
-        tables.index.forget(group, page)
 
 
 def abort(tables: PageTables, plan: PagePlan) -> None:
@@ -229,8 +220,8 @@ def abort(tables: PageTables, plan: PagePlan) -> None:
         tables.tables[place] = source
         tables.changed.mark(*place)
         tables.pool.drop(target)
-        if not tables.staged:
-            tables.reservations.extra[rows] = tables.reservations.limit[rows] > 0
+        if plan.spared is not None and not tables.staged:
+            tables.reservations.extra[rows] |= plan.spared[order]
     if plan.codings is not None:
         staging.give_up(tables, plan.codings)
         tables.num_coded[plan.rows] = tables.coded_of(plan.start)

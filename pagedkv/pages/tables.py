@@ -255,6 +255,15 @@ class PageTables:
             tail = self.index.tokens[page, :behind].tobytes()
         return PrefixKey.of(self.chain(row), self.prefix_keys[row][columns], columns, tail)
 
+    def forget_behind(self, group: int, page: int, keep: int) -> None:
+        """Makes a page's tokens from `keep` on unfindable: its only owner is to write there."""
+        self.pool.filled[page] = keep
+        self.pool.renew(page)
+        if keep:
+            self.index.forget_full(group, page)
+        else:
+            self.index.forget(group, page)
+
     def size_of(self, row: int) -> int:
         """Tokens of a sequence's text, those of a prompt that are not committed yet included."""
         pending = self.pending.get(row)

@@ -1,5 +1,7 @@
 """Pages that were promised are there when they are asked for, or refused at once."""
 
+from contextlib import suppress
+
 import pytest
 
 from pagedkv import OutOfPagesError
@@ -153,3 +155,38 @@ def test_truncate_and_regrow_keeps_a_reservation_on_pages_of_its_own():
     for n in range(4, 21):
         advance(cache, {r: text[:n]})
     assert_contents(cache, r, text)
+
+
+@pytest.mark.parametrize("way", ["add", "publish", "restore"])
+def test_a_text_that_goes_on_behind_the_end_of_a_reserved_one_takes_no_page_of_its_promise(way):
+    # Whoever shares a complete page in which a truncated text ends makes its next write a copy.
+    cache = make(max_tokens=6 * P, host_tokens=6 * P)
+    other = start(cache, ids(P)) if way == "restore" else None
+    r = start(cache, ids(P + 1), max_tokens=5 * P)
+    if other is not None:
+        cache.offload(other)
+    cache.truncate(r, 1)
+    if way == "add":
+        cache.add([*ids(P), 99])
+    elif way == "publish":
+        advance(cache, {start(cache, ids(1)): ids(P)})
+    else:
+        cache.restore(other)
+    with suppress(OutOfPagesError):
+        while True:  # takes what is promised to nobody
+            start(cache, ids(1, 2 + cache.stats().sequences))
+    text = [*ids(1), *ids(5 * P - 1, 1)]
+    advance(cache, {r: text})
+    assert_contents(cache, r, text)
+
+
+def test_an_aborted_step_promises_what_was_promised_before():
+    cache = make(max_tokens=5 * P)
+    r = start(cache, ids(2 * P), max_tokens=4 * P)
+    cache.fork(r)
+    other = start(cache, ids(P, 1))
+    cache.truncate(r, P + 1)  # no page can be set aside for the tail that it shares
+    cache.free(other)
+    promised = cache.stats().promised
+    cache.abort(cache.prepare([r], num_new=1))
+    assert cache.stats().promised == promised
