@@ -112,6 +112,12 @@ def attach(model: PreTrainedModel) -> None:
     _attach(model, transactions=True)
 
 
+def leads_to(module: nn.Module, model: PreTrainedModel) -> bool:
+    """Whether a module that is called runs an attached model, or a part of it with its decoder."""
+    state = _ATTACHED.get(model)
+    return state is None or any(part in state.hooks for part in module.modules())
+
+
 def attach_packed(model: PreTrainedModel) -> None:
     """`attach` for packed rows, whose step is opened and committed around the forward."""
     _attach(model, transactions=False)

@@ -100,8 +100,6 @@ def over_pages(
     layer = staged.layer
     mask = as_mask(attention_mask, layer.cache)
     mask.require_sight(layer.index, layer.sight)
-    if layer.is_first:
-        staged.require_same_depth(module)
     if sliding_window is not None and sliding_window != layer.window:
         raise UnsupportedModelError(
             f"sliding_window: layer {layer.index} uses {sliding_window}, its configuration says "

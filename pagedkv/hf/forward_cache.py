@@ -121,6 +121,9 @@ class ForwardCache(Cache):
     def require_usable(self) -> None:
         """Raises where the cache can take part in no forward."""
 
+    def require_own(self, outermost: nn.Module) -> None:
+        """Raises where a forward is of another model than the cache was made for."""
+
     def begin_forward(self, arguments: Mapping[str, Any]) -> dict[str, Any] | None:
         """Called before a forward that was given this cache, with its named arguments.
 

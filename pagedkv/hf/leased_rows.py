@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from pagedkv.arrays import Bools, Ints, Tokens
@@ -19,7 +19,7 @@ from pagedkv.cache.cache import PagedKVCache
 from pagedkv.interrupt import Uninterrupted
 from pagedkv.step.metadata import StepMetadata
 
-from .attach import detach_later
+from .attach import detach_later, leads_to
 from .dense import read, write_and_gather
 from .forward_cache import ForwardCache, other_model, uncompiled
 from .image_numbers import numbers_in
@@ -153,6 +153,14 @@ class LeasedRows(ForwardCache):
         self._given = value
         self._begins_generate = value
         self._asked_for_whole_rows = False
+
+    def require_own(self, outermost: nn.Module) -> None:
+        """Raises for a forward of another model: of the same shape it would read what is held."""
+        if not leads_to(outermost, self.model):
+            raise ValueError(
+                f"{CACHE}: expected a cache of this model, got one of another "
+                f"{type(self.model).__name__}"
+            )
 
     def begin_forward(self, arguments: Mapping[str, Any]) -> dict[str, Any] | None:
         """Cuts whole rows where the cache holds their tokens, at the first forward of `generate`.

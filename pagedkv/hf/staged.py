@@ -9,13 +9,11 @@ import torch
 from torch import Tensor
 
 from pagedkv.attention.api import attend_again, paged_attention
-from pagedkv.config import field_of
 from pagedkv.errors import UnsupportedModelError
 from pagedkv.models.kinds import Sight
 from pagedkv.step.metadata import StepMetadata
 
-from .forward_cache import ForwardCache, changed_after_cache, other_model
-from .model import text_config
+from .forward_cache import ForwardCache, changed_after_cache
 
 
 class StagingLayer(Protocol):
@@ -52,13 +50,6 @@ class Staged:
         self.layer, self.k, self.v = layer, k, v
         self.step: StepMetadata | None = None  # in which the layer has attended
         self.attended = False
-
-    def require_same_depth(self, module: torch.nn.Module) -> None:
-        """Raises for a module of a model that is deeper or flatter than that of the cache."""
-        depth = field_of(text_config(self.layer.cache.model), "num_hidden_layers")
-        got = field_of(getattr(module, "config", None), "num_hidden_layers") or depth
-        if got != depth:
-            raise other_model(depth, str(got))
 
     def cast(self, query: Tensor) -> Tensor:
         """Casts K and V for pages made under this autocast, as it would for SDPA; the queries too.

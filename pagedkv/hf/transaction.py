@@ -33,7 +33,7 @@ from pagedkv.cache.cache import PagedKVCache
 from pagedkv.cache.fair_turns import Turn, Turns
 from pagedkv.errors import OpenStepError, UnsupportedModelError
 
-from .forward_cache import ForwardCache, changed_after_cache, other_model, waiting
+from .forward_cache import ForwardCache, changed_after_cache, waiting
 from .release import CACHE
 
 # Seconds: frames of a thread that runs on are read one by one, and may seem to end too early.
@@ -89,6 +89,8 @@ class Transaction:
 
     def take_turn(self, cache: ForwardCache) -> None:
         """Waits until the pages of the cache that takes part are this forward's."""
+        if self.outermost is not None:
+            cache.require_own(self.outermost)
         self.turn, self._turns = cache.turn, cache.kv.turns
         self._turns.begin_forward(self)
 
@@ -167,13 +169,9 @@ class Transaction:
                     "their own attended over the pages of others: the others were given copies"
                 )
             return
-        outermost = self.outermost
-        assert outermost is not None, "its call has just returned"
-        if not any(part is outermost for part in cache.model.modules()):
-            raise other_model(layers, str(passed))
         raise UnsupportedModelError(
-            f"{type(outermost).__name__}: its forward passed {passed} of {layers} layers through "
-            "the cache it was given"
+            f"{type(self.outermost).__name__}: its forward passed {passed} of {layers} layers "
+            "through the cache it was given"
         )
 
 

@@ -121,7 +121,7 @@ def test_pages_of_another_shape_of_model_are_refused():
 
 
 @pytest.mark.parametrize("attached", [True, False])
-@pytest.mark.parametrize("layers", [(2, 3), (3, 2)], ids=["of a larger", "of a smaller"])
+@pytest.mark.parametrize("layers", [(2, 3), (3, 2), (2, 2)], ids=["larger", "smaller", "equal"])
 @torch.no_grad()
 def test_cache_of_another_model_is_stopped(layers, attached):
     mine, theirs = (tiny(num_hidden_layers=n) for n in layers)
