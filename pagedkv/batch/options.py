@@ -142,6 +142,10 @@ class GenerationOptions:
         self._seed = None if "seed" in self.own else seed
         require_seed(self._seed)
         if generation_config is not None:
+            if not isinstance(generation_config, GenerationConfig):
+                raise TypeError(
+                    f"generation_config: expected a GenerationConfig, got {generation_config!r:.80}"
+                )
             require_kinds(vars(generation_config))
         require_kinds(options)
         configs = (generation_config, model.generation_config)

@@ -75,7 +75,7 @@ def encoding_of(name: str) -> str:
     """The encoding that --encoding gives."""
     try:
         "a".encode(name)  # of an empty text the name would not be looked up
-    except LookupError:
+    except (LookupError, UnicodeError):  # Python has one, `undefined`, that encodes nothing
         raise UsageError(
             f"--encoding: expected the name of one, such as cp1252 or utf-16, got {name!r}"
         ) from None

@@ -125,6 +125,7 @@ def test_a_field_of_a_wrong_kind_raises_before_any_work_and_is_named(model, lett
         *(("logits_processor", x) for x in (3, [3], EndsOn)),
         *(("stopping_criteria", x) for x in (3, ["a"])),
         *((name, 3) for name in ("prefix_allowed_tokens_fn", "processors")),
+        *(("generation_config", x) for x in ({}, {"top_k": 5}, "greedy")),
     ],
     ids=str,
 )

@@ -93,7 +93,7 @@ def test_utf_16_is_read_where_a_byte_order_mark_says_so(written, name, encoding)
 
 def test_an_encoding_is_refused_where_it_is_none_or_nothing_is_in_it(generate, written, tmp_path):
     file = written("p.txt", "a\n")
-    for name in ("cp1253x", "base64"):
+    for name in ("cp1253x", "base64", "undefined"):
         said = generate("-f", file, "--encoding", name, code=2).stderr
         assert f"--encoding: expected the name of one, such as cp1252 or utf-16, got '{name}'" in (
             " ".join(said.split())
