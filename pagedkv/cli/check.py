@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-from functools import partial
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import typer
 
 from pagedkv.config import field_of
 from pagedkv.errors import PagedKVError
 
-from .errors import UsageError
+from .errors import UsageError, refusing
+from .option import MODEL, Given, Panel, takes
 from .options import DTYPES_SAID, dtype_of
-from .report import USAGE
 
 if TYPE_CHECKING:  # it brings torch along, for which --help does not wait
     from torch import Tensor
 
-COMPUTE, ASKED = (
-    partial(typer.Option, rich_help_panel=name) for name in ("Computation", "Prompts")
-)
+COMPUTE, ASKED = Panel("Computation"), Panel("Prompts")
 EXIT_CODES = "Exit codes: 0 the same answers, 1 others, 2 it cannot use pages, or cannot be judged."
 ROUNDINGS = 4  # of the model's own, by which two ways to compute a logit may differ
 VAGUE = 0.2  # of the spread of logits: rounding above it hides whether a model is wrong
@@ -37,24 +34,16 @@ class Answer(NamedTuple):
     logits: Tensor
 
 
-def check(
-    model: Annotated[
-        str, typer.Argument(metavar="MODEL", help="A folder, or the id of a model on the hub.")
-    ],
-    device: Annotated[
-        str, COMPUTE(metavar="DEVICE", help="auto, or for example cpu, cuda, cuda:1.")
-    ] = "auto",
-    dtype: Annotated[
-        str,
-        COMPUTE(metavar="DTYPE", help=f"{DTYPES_SAID}. In 16 bits it finds only large errors."),
-    ] = "float32",
-    length: Annotated[
-        int, ASKED(min=4, metavar="TOKENS", help="Tokens of the longest prompt.")
-    ] = 24,
-    tokens: Annotated[
-        int, ASKED("--tokens", "-n", min=1, metavar="N", help="New tokens for each prompt.")
-    ] = 32,
-) -> None:
+@takes(
+    MODEL,
+    COMPUTE("--device DEVICE", str, "auto, or for example cpu, cuda, cuda:1.", "auto"),
+    COMPUTE(
+        "--dtype DTYPE", str, f"{DTYPES_SAID}. In 16 bits it finds only large errors.", "float32"
+    ),
+    ASKED("--length TOKENS", int, "Tokens of the longest prompt.", 24, min=4),
+    ASKED("--tokens -n N", int, "New tokens for each prompt.", 32, min=1),
+)
+def check(given: Given) -> None:
     """Compare a model's answers over pages with those over transformers' own cache.
 
     Random prompts are answered one at a time with transformers' cache,
@@ -67,15 +56,12 @@ def check(
 
     pagedkv check MODEL
     """
-    try:
-        raise typer.Exit(_check(model, device, dtype, length, tokens))
-    except (UsageError, PagedKVError) as error:
-        typer.echo(f"pagedkv: {error}", err=True)
-        raise typer.Exit(USAGE) from None
+    with refusing(PagedKVError):
+        raise typer.Exit(_check(**vars(given)))
 
 
-def _check(name: str, device: str, dtype: str, length: int, tokens: int) -> int:
-    """Runs the check, and returns the command's exit code."""
+def _check(model: Any, device: str, dtype: str, length: int, tokens: int) -> int:
+    """Runs the check of a model, given by its name; returns the command's exit code."""
     import torch
     import transformers
 
@@ -86,7 +72,7 @@ def _check(name: str, device: str, dtype: str, length: int, tokens: int) -> int:
     from .loading import class_of, load, pick
 
     transformers.logging.disable_progress_bar()
-    model = load(class_of(name), name, dtype=dtype_of(dtype)).eval().to(pick(device))
+    model = load(class_of(model), model, dtype=dtype_of(dtype)).eval().to(pick(device))
     found = look_at(model, PagedCache)
     require_supported(model)
     if found:

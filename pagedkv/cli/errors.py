@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
-from .report import USAGE
+import typer
+
+from .report import SOME_FAILED, USAGE
 
 
 class UsageError(Exception):
@@ -16,6 +20,32 @@ class UsageError(Exception):
     """
 
     code = USAGE
+
+
+@contextmanager
+def refusing(
+    *usage: type[Exception],
+    failed: tuple[type[Exception], ...] = (),
+    says: Callable[[str], str] = str,
+) -> Iterator[None]:
+    """A region in which an error of what was given is printed, and ends the command.
+
+    Args:
+        usage: errors that are such beside `UsageError`.
+        failed: errors of a command that had begun.
+        says: makes the words that are printed of those of the error.
+    """
+    wrong: tuple[type[Exception], ...] = (UsageError, *usage)
+    try:
+        yield
+    except wrong as error:
+        code, said = USAGE, error
+    except failed as error:
+        code, said = SOME_FAILED, error
+    else:
+        return
+    typer.echo(f"pagedkv: {says(str(said))}", err=True)
+    raise typer.Exit(code)
 
 
 def require_apart(option: str, path: Path | None, *others: tuple[str, Path | None]) -> None:

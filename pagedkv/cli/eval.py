@@ -9,8 +9,7 @@ import typer
 
 from pagedkv.errors import BudgetExceeded, ModelArgsError, RequestError, UnsupportedModelError
 
-from .errors import UsageError
-from .report import USAGE
+from .errors import UsageError, refusing
 
 # Everything behind the command's name goes to lm-eval, `--help` too.
 CONTEXT = {
@@ -28,19 +27,14 @@ def evaluate(context: typer.Context) -> None:
 
     pagedkv eval --model_args pretrained=MODEL,kv_format=int4 --tasks arc_easy,hellaswag
     """
-    try:
+    refused = ModelArgsError, UnsupportedModelError, BudgetExceeded
+    with refusing(*refused, failed=(RequestError,)):
         arguments = _arguments(context.args)
         if find_spec("lm_eval") is None:
             raise UsageError("eval needs lm_eval: pip install 'pagedkv[cli,eval]'")
         import pagedkv.integrations.lm_eval  # noqa: F401 - makes --model pagedkv known
 
         _run(arguments)
-    except (UsageError, ModelArgsError, UnsupportedModelError, BudgetExceeded) as error:
-        typer.echo(f"pagedkv: {error}", err=True)
-        raise typer.Exit(USAGE) from None
-    except RequestError as error:
-        typer.echo(f"pagedkv: {error}", err=True)
-        raise typer.Exit(1) from None
 
 
 def _arguments(given: list[str]) -> list[str]:

@@ -5,10 +5,8 @@ Texts go to standard output, everything else to standard error.
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
-import typer
 from typer.core import TyperCommand
 
 from pagedkv.names import OPTIONS
@@ -16,12 +14,12 @@ from pagedkv.names import OPTIONS
 from .answers import ANSWER, answer_name, require_room
 from .command import running
 from .job_options import MEMORY, MEMORY_OPTIONS, OUTPUT_OPTIONS, PROMPT_OPTIONS
-from .option import MODEL, Given, Option, takes
+from .option import MODEL, Given, Panel, argument, takes
 from .options import FLAGS, options_of, sampling_of
 from .prompts import Prompt
 from .start import start
 
-SAMPLING = partial(typer.Option, rich_help_panel="Sampling")
+SAMPLING = Panel("Sampling")
 
 
 class Generate(TyperCommand):
@@ -40,83 +38,45 @@ class Generate(TyperCommand):
 
 
 SAMPLING_OPTIONS = (
-    Option(
-        "max_new_tokens",
-        int,
-        SAMPLING(
-            "--max-new-tokens",
-            "-n",
-            min=1,
-            metavar="N",
-            help="The most tokens that an answer gets.",
-        ),
-        128,
-    ),
-    Option(
-        "temperature",
+    SAMPLING("--max-new-tokens -n N", int, "The most tokens that an answer gets.", 128, min=1),
+    SAMPLING(
+        "--temperature -t X",
         float | None,
-        SAMPLING(
-            "--temperature",
-            "-t",
-            min=0,
-            metavar="X",
-            help="0 always takes the likeliest token. [dim]Default: as the model says.[/dim]",
-        ),
+        "0 always takes the likeliest token. [dim]Default: as the model says.[/dim]",
+        min=0,
     ),
-    Option(
-        "top_p",
+    SAMPLING(
+        "--top-p X",
         float | None,
-        SAMPLING(
-            min=0,
-            max=1,
-            metavar="X",
-            help="Draw from the likeliest tokens that together have this probability.",
-        ),
+        "Draw from the likeliest tokens that together have this probability.",
+        min=0,
+        max=1,
     ),
-    Option(
-        "samples",
-        int,
-        SAMPLING("--samples", "-k", min=1, metavar="N", help="Answers to each prompt."),
-        1,
-    ),
-    Option(
-        "seed",
-        int | None,
-        SAMPLING(metavar="N", help="Draw the same answers again: sample k draws from seed + k."),
-    ),
-    Option(
-        "stop",
+    SAMPLING("--samples -k N", int, "Answers to each prompt.", 1, min=1),
+    SAMPLING("--seed N", int | None, "Draw the same answers again: sample k draws from seed + k."),
+    SAMPLING(
+        "--stop TEXT",
         list[str] | None,
-        SAMPLING(metavar="TEXT", help="An answer ends with this text. May be given several times."),
+        "An answer ends with this text. May be given several times.",
     ),
-    Option(
-        "options",
+    SAMPLING(
+        "--set NAME=VALUE",
         list[str] | None,
-        SAMPLING(
-            "--set",
-            metavar="NAME=VALUE",
-            help="Any other option of transformers' generate, for example top_k=40.",
-        ),
+        "Any other option of transformers' generate, for example top_k=40.",
+        name="options",
     ),
 )
-ARGUMENT = Option(
-    "prompts",
-    list[str] | None,
-    typer.Argument(metavar="PROMPTS", help="One prompt each; or give --file, or a pipe."),
-)
-DRAFT = Option(
-    "draft",
+GIVEN = "One prompt each; or give --file, or a pipe."
+DRAFT = MEMORY(
+    "--draft MODEL",
     str | None,
-    MEMORY(
-        metavar="MODEL",
-        help="A smaller model with the same tokenizer that drafts; answers are the same.",
-    ),
+    "A smaller model with the same tokenizer that drafts; answers are the same.",
 )
 
 
 @takes(
     MODEL,
-    ARGUMENT,
+    argument("PROMPTS", list[str] | None, GIVEN),
     *PROMPT_OPTIONS,
     *SAMPLING_OPTIONS,
     DRAFT,

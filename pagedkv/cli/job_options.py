@@ -2,303 +2,170 @@
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 
-import typer
-
 from .answers import ANSWER
-from .option import Option
+from .option import Panel
 from .options import CACHE, DTYPES_SAID
-from .plan import KV_HELP
+from .plan import KV_HELP, PAGE_SIZE_HELP
 from .prompts import OPTIONS
 
-# An option of each panel of the help.
-PROMPTS, MEMORY, OUTPUT = (
-    partial(typer.Option, rich_help_panel=name) for name in ("Prompts", "Memory", "Output")
-)
+PROMPTS, MEMORY, OUTPUT = map(Panel, ("Prompts", "Memory", "Output"))
 
 # Which prompts a job has, and how they are made.
 PROMPT_OPTIONS = (
-    Option(
-        "files",
+    PROMPTS(
+        "--file -f FILE",
         list[str] | None,
-        PROMPTS(
-            "--file",
-            "-f",
-            metavar="FILE",
-            help="Prompts: a .txt has one a line; .jsonl, .json, .csv, .tsv and .parquet have them "
-            f"in a column. For generate, columns {', '.join(OPTIONS)} set these options of their "
-            "row. '-' is standard input.",
-        ),
+        "Prompts: a .txt has one a line; .jsonl, .json, .csv, .tsv and .parquet have them "
+        f"in a column. For generate, columns {', '.join(OPTIONS)} set these options of their "
+        "row. '-' is standard input.",
+        name="files",
     ),
-    Option(
-        "column",
+    PROMPTS(
+        "--column NAME",
         str | None,
-        PROMPTS(
-            metavar="NAME",
-            help="The column that holds the prompts. [dim]Default: prompt, or else messages.[/dim]",
-        ),
+        "The column that holds the prompts. [dim]Default: prompt, or else messages.[/dim]",
     ),
-    Option(
-        "template",
+    PROMPTS(
+        "--template TEXT",
         str | None,
-        PROMPTS(
-            "--template",
-            metavar="TEXT",
-            help="A prompt made of columns, for example '{subject}: {text}\\nLabel:'; "
-            "\\n is a new line, {{ and }} are braces.",
-        ),
+        "A prompt made of columns, for example '{subject}: {text}\\nLabel:'; "
+        "\\n is a new line, {{ and }} are braces.",
     ),
-    Option(
-        "encoding",
+    PROMPTS(
+        "--encoding NAME",
         str | None,
-        PROMPTS(
-            metavar="NAME",
-            help="The encoding of the file, for example cp1252. [dim]Default: UTF-8, or UTF-16 if "
-            "a byte order mark says so.[/dim]",
-        ),
+        "The encoding of the file, for example cp1252. [dim]Default: UTF-8, or UTF-16 if "
+        "a byte order mark says so.[/dim]",
     ),
-    Option(
-        "empty",
+    PROMPTS(
+        "--empty HOW",
         str,
-        PROMPTS(
-            metavar="HOW",
-            help="What an empty prompt gets in the output: a row with an error, or no row.",
-        ),
+        "What an empty prompt gets in the output: a row with an error, or no row.",
         "error",
     ),
-    Option(
-        "too_long",
+    PROMPTS(
+        "--too-long HOW",
         str,
-        PROMPTS(
-            metavar="HOW",
-            help="What a prompt gets that is longer than the model takes: error or skip as with "
-            "--empty; left or right cut its text on that side until it fits.",
-        ),
+        "What a prompt gets that is longer than the model takes: error or skip as with "
+        "--empty; left or right cut its text on that side until it fits.",
         "error",
     ),
-    Option(
-        "prefix",
+    PROMPTS(
+        "--prefix FILE",
         str | None,
-        PROMPTS(
-            metavar="FILE", help="A text, or chat messages in .json, that goes before every prompt."
-        ),
+        "A text, or chat messages in .json, that goes before every prompt.",
     ),
-    Option(
-        "tokenizer",
+    PROMPTS(
+        "--tokenizer NAME",
         str | None,
-        PROMPTS(
-            metavar="NAME",
-            help="A folder or an id on the hub with the tokenizer, if the model's folder has none.",
-        ),
+        "A folder or an id on the hub with the tokenizer, if the model's folder has none.",
     ),
-    Option(
-        "raw",
-        bool,
-        PROMPTS(
-            "--raw",
-            metavar="",
-            help="Pass prompts to the model as they are, without its chat template.",
-        ),
-        False,
-    ),
-    Option(
-        "chat_template_kwargs",
+    PROMPTS("--raw", bool, "Pass prompts to the model as they are, without its chat template."),
+    PROMPTS(
+        "--chat-template-kwargs JSON",
         str | None,
-        PROMPTS(
-            metavar="JSON",
-            help="Variables of the chat template, for example '{\"enable_thinking\": false}'.",
-        ),
+        "Variables of the chat template, for example '{\"enable_thinking\": false}'.",
     ),
 )
 # What a job computes in, and how much room it has.
 MEMORY_OPTIONS = (
-    Option(
-        "device_memory",
+    MEMORY(
+        "--device-memory SIZE",
         str | None,
-        MEMORY(
-            metavar="SIZE",
-            help="Use no more than this, for example 8GiB; layers that do not fit are streamed.",
-        ),
+        "Use no more than this, for example 8GiB; layers that do not fit are streamed.",
     ),
-    Option(
-        "host_memory",
+    MEMORY(
+        "--host-memory SIZE",
         str | None,
-        MEMORY(
-            metavar="SIZE",
-            help="Keep streamed layers in host memory up to this size; the rest is read from disk.",
-        ),
+        "Keep streamed layers in host memory up to this size; the rest is read from disk.",
     ),
-    Option(
-        "expert_slots",
+    MEMORY(
+        "--expert-slots N",
         int | None,
-        MEMORY(
-            min=0,
-            metavar="N",
-            help="Experts of a streamed layer that stay in memory; others are read once they are "
-            "routed to. 0 reads whole layers. [dim]Default: what is sooner.[/dim]",
-        ),
+        "Experts of a streamed layer that stay in memory; others are read once they are "
+        "routed to. 0 reads whole layers. [dim]Default: what is sooner.[/dim]",
+        min=0,
     ),
-    Option(
-        "max_tokens",
+    MEMORY(
+        "--max-tokens N",
         int | None,
-        MEMORY(
-            min=1,
-            metavar="N",
-            help="Room of the cache, in tokens of all prompts and answers together. "
-            "[dim]Default: what the job needs.[/dim]",
-        ),
+        "Room of the cache, in tokens of all prompts and answers together. "
+        "[dim]Default: what the job needs.[/dim]",
+        min=1,
     ),
-    Option(
-        "kv_format",
-        str,
-        MEMORY(
-            metavar="FORMAT",
-            help=KV_HELP,
-        ),
-        "dense",
-    ),
-    Option(
-        "page_size",
+    MEMORY("--kv-format FORMAT", str, KV_HELP, "dense"),
+    MEMORY(
+        "--page-size N",
         int | None,
-        MEMORY(
-            min=1, metavar="N", help="Tokens in a page. [dim]Default: 16, or 32 with int4.[/dim]"
-        ),
+        PAGE_SIZE_HELP,
+        min=1,
     ),
-    Option(
-        "cache",
+    MEMORY(
+        "--cache NAME=VALUE",
         list[str] | None,
-        MEMORY(
-            metavar="NAME=VALUE",
-            help=f"A field of the cache, for when memory runs short: {', '.join(CACHE)}.",
-        ),
+        f"A field of the cache, for when memory runs short: {', '.join(CACHE)}.",
     ),
-    Option(
-        "step_tokens",
+    MEMORY(
+        "--step-tokens N",
         int | None,
-        MEMORY(
-            min=1,
-            metavar="N",
-            help="The most tokens computed in one step. [dim]Default: 1024.[/dim]",
-        ),
+        "The most tokens computed in one step. [dim]Default: 1024.[/dim]",
+        min=1,
     ),
-    Option(
-        "prefix_store",
+    MEMORY(
+        "--prefix-store FOLDER",
         Path | None,
-        MEMORY(
-            metavar="FOLDER",
-            help="Keep prefixes of prompts in this folder, where later jobs find them.",
-        ),
+        "Keep prefixes of prompts in this folder, where later jobs find them.",
     ),
-    Option(
-        "prefix_store_size",
+    MEMORY(
+        "--prefix-store-size SIZE",
         str | None,
-        MEMORY(
-            metavar="SIZE",
-            help="The most that its files may take; the least recently used are deleted. "
-            "[dim]Default: 10GiB.[/dim]",
-        ),
+        "The most that its files may take; the least recently used are deleted. "
+        "[dim]Default: 10GiB.[/dim]",
     ),
-    Option(
-        "pack_weights",
+    MEMORY(
+        "--pack-weights/--no-pack-weights",
         bool | None,
-        MEMORY(
-            "--pack-weights/--no-pack-weights",
-            metavar="",
-            help="On a CPU: keep a second copy of the weights that is quicker to multiply with. "
-            "[dim]Default: where memory is free, and none of it is planned.[/dim]",
-        ),
+        "On a CPU: keep a second copy of the weights that is quicker to multiply with. "
+        "[dim]Default: where memory is free, and none of it is planned.[/dim]",
     ),
-    Option(
-        "weight_format",
+    MEMORY(
+        "--weight-format int8",
         str | None,
-        MEMORY(
-            metavar="int8",
-            help="On a CPU: multiply with a second copy of the weights of 8 bits each, for answers "
-            "that are only near the model's.",
-        ),
+        "On a CPU: multiply with a second copy of the weights of 8 bits each, for answers "
+        "that are only near the model's.",
     ),
-    Option(
-        "dtype",
-        str,
-        MEMORY(metavar="DTYPE", help=f"What the model computes in: {DTYPES_SAID}."),
-        "auto",
-    ),
-    Option(
-        "device", str, MEMORY(metavar="DEVICE", help="For example cpu, cuda or cuda:1."), "auto"
-    ),
-    Option(
-        "expert_parallel",
+    MEMORY("--dtype DTYPE", str, f"What the model computes in: {DTYPES_SAID}.", "auto"),
+    MEMORY("--device DEVICE", str, "For example cpu, cuda or cuda:1.", "auto"),
+    MEMORY(
+        "--expert-parallel",
         bool,
-        MEMORY(
-            "--expert-parallel",
-            metavar="",
-            help="Under torchrun: give each process whole experts, not a part of every one.",
-        ),
-        False,
+        "Under torchrun: give each process whole experts, not a part of every one.",
     ),
 )
 # What a job writes.
 OUTPUT_OPTIONS = (
-    Option(
-        "out",
+    OUTPUT(
+        "--out -o FILE",
         Path | None,
-        OUTPUT(
-            "--out",
-            "-o",
-            metavar="FILE",
-            help="Write JSON lines, each row as soon as it is finished; the same command again "
-            "goes on where it stopped. With .parquet, .arrow or .csv a table is made of them at "
-            "the end.",
-        ),
+        "Write JSON lines, each row as soon as it is finished; the same command again "
+        "goes on where it stopped. With .parquet, .arrow or .csv a table is made of them at "
+        "the end.",
     ),
-    Option(
-        "shard",
+    OUTPUT(
+        "--shard I/N",
         str | None,
-        OUTPUT(
-            metavar="I/N",
-            help="Run one of N parts of the prompts, 0/N is the first, into a file of its own; "
-            "slurm takes the part of this task of a job array.",
-        ),
+        "Run one of N parts of the prompts, 0/N is the first, into a file of its own; "
+        "slurm takes the part of this task of a job array.",
     ),
-    Option(
-        "answer",
-        str,
-        OUTPUT(metavar="NAME", help="The column that answers are written to; needs --out."),
-        ANSWER,
-    ),
-    Option(
-        "tokens",
+    OUTPUT("--answer NAME", str, "The column that answers are written to; needs --out.", ANSWER),
+    OUTPUT("--tokens", bool, "Write the ids of an answer's tokens as well; needs --out."),
+    OUTPUT("--logprobs", bool, "Write the log-probability of every token as well; needs --out."),
+    OUTPUT(
+        "--explain",
         bool,
-        OUTPUT(
-            "--tokens", metavar="", help="Write the ids of an answer's tokens as well; needs --out."
-        ),
-        False,
+        "Say in the end of which prompts the most was computed, and why it was not found.",
     ),
-    Option(
-        "logprobs",
-        bool,
-        OUTPUT(
-            "--logprobs",
-            metavar="",
-            help="Write the log-probability of every token as well; needs --out.",
-        ),
-        False,
-    ),
-    Option(
-        "explain",
-        bool,
-        OUTPUT(
-            "--explain",
-            metavar="",
-            help="Say in the end of which prompts the most was computed, and why it was not found.",
-        ),
-        False,
-    ),
-    Option(
-        "trace",
-        Path | None,
-        OUTPUT(metavar="FILE", help="Record what happens to every page, for `pagedkv trace`."),
-    ),
+    OUTPUT("--trace FILE", Path | None, "Record what happens to every page, for `pagedkv trace`."),
 )

@@ -20,7 +20,7 @@ class Option(NamedTuple):
     """An option or argument of a command.
 
     Attributes:
-        name: by which `Given` has it; its flag is made of it where `info` gives none.
+        name: by which `Given` has it.
         type: of its values.
         info: `typer.Option` or `typer.Argument` with its panel and help.
         default: its value where it is not given.
@@ -32,12 +32,50 @@ class Option(NamedTuple):
     default: Any = None
 
 
-MODEL = Option(
-    "model",
-    str,
-    typer.Argument(metavar="MODEL", help="A folder, or the id of a model on the hub."),
-    REQUIRED,
-)
+class Panel:
+    """A panel of a command's help, which makes the options in it.
+
+    Args:
+        title: that it has; without one options stand in the first panel.
+    """
+
+    def __init__(self, title: str | None = None) -> None:
+        self._title = title
+
+    def __call__(
+        self,
+        said: str,
+        type: Any,
+        help: str,
+        default: Any = None,
+        *,
+        name: str | None = None,
+        **more: Any,
+    ) -> Option:
+        """Makes an option.
+
+        Args:
+            said: its flags, the long one first, and behind them a word for its value.
+            default: its value where it is not given; of a switch False.
+            name: as `Option` has it; by default that of its first flag.
+            more: what else `typer.Option` takes.
+        """
+        flags = [word for word in said.split() if word.startswith("-")]
+        value = said.split()[len(flags) :]
+        more |= {"help": help, "metavar": "".join(value), "rich_help_panel": self._title}
+        name = name or flags[0].split("/")[0].strip("-").replace("-", "_")
+        if type is bool and default is None:
+            default = False
+        return Option(name, type, typer.Option(*flags, **more), default)
+
+
+def argument(said: str, type: Any, help: str, default: Any = None) -> Option:
+    """Makes an argument, for which the help has the word that is given."""
+    return Option(said.lower(), type, typer.Argument(metavar=said, help=help), default)
+
+
+PLAIN = Panel()
+MODEL = argument("MODEL", str, "A folder, or the id of a model on the hub.", REQUIRED)
 
 
 def but(options: tuple[Option, ...], *names: str) -> tuple[Option, ...]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import re
-from functools import partial
 
 import typer
 
@@ -13,19 +12,17 @@ from pagedkv.errors import PagedKVError
 from pagedkv.planner import plan_memory
 from pagedkv.planner.gpus import gpu_table
 
-from .option import MODEL, Given, Option, takes
-from .report import USAGE
+from .errors import refusing
+from .option import MODEL, PLAIN, Given, Panel, takes
 
 *FIRST, LAST = KV_FORMATS
 KV_HELP = (
     f"How keys and values are stored: {', '.join(FIRST)} or {LAST}; dense is as computed, two with "
     "a comma between them are for keys and for values."
 )
+PAGE_SIZE_HELP = "Tokens in a page. [dim]Default: 16, or 32 with int4.[/dim]"
 EXIT_CODES = "Exit codes: 0 it fits, 2 it does not, or something given is wrong."
-# An option of each panel of the help.
-MACHINE, WORK, WEIGHTS, CACHE = (
-    partial(typer.Option, rich_help_panel=name) for name in ("Machine", "Work", "Model", "Cache")
-)
+MACHINE, WORK, WEIGHTS, CACHE = map(Panel, ("Machine", "Work", "Model", "Cache"))
 NAMES = set(inspect.signature(plan_memory).parameters) - {"model"}
 
 
@@ -39,155 +36,89 @@ def _list_gpus(name: str | None) -> str | None:
 
 PLAN_OPTIONS = (
     MODEL,
-    Option(
-        "device_memory",
+    MACHINE(
+        "--device-memory SIZE",
         str | None,
-        MACHINE(
-            metavar="SIZE",
-            help="Memory of the device that the model may use, for example 8GiB. "
-            "[dim]Default: nine tenths of that of --gpu.[/dim]",
-        ),
+        "Memory of the device that the model may use, for example 8GiB. "
+        "[dim]Default: nine tenths of that of --gpu.[/dim]",
     ),
-    Option(
-        "gpu",
+    MACHINE(
+        "--gpu NAME",
         str | None,
-        MACHINE(
-            metavar="NAME",
-            help="A card, for example 'RTX 4090', whose memory and speeds are taken; list prints "
-            "those that are known.",
-            callback=_list_gpus,
-            is_eager=True,
-        ),
+        "A card, for example 'RTX 4090', whose memory and speeds are taken; list prints "
+        "those that are known.",
+        callback=_list_gpus,
+        is_eager=True,
     ),
-    Option(
-        "host_memory",
+    MACHINE(
+        "--host-memory SIZE",
         str | None,
-        MACHINE(
-            metavar="SIZE",
-            help="Host memory for layers that are streamed. [dim]Default: they are read from "
-            "disk.[/dim]",
-        ),
+        "Host memory for layers that are streamed. [dim]Default: they are read from disk.[/dim]",
     ),
-    Option(
-        "link_gbps",
+    MACHINE(
+        "--link-gbps GB/S",
         float | None,
-        MACHINE(
-            metavar="GB/S",
-            help="Speed at which layers reach the device. [dim]Default: that of --gpu, or of PCIe "
-            "4 x16.[/dim]",
-        ),
+        "Speed at which layers reach the device. [dim]Default: that of --gpu, or of PCIe "
+        "4 x16.[/dim]",
     ),
-    Option(
-        "device",
-        str,
-        MACHINE(metavar="DEVICE", help="cuda or cpu."),
-        "cuda",
-    ),
-    Option(
-        "ranks",
+    MACHINE("--device DEVICE", str, "cuda or cpu.", "cuda"),
+    MACHINE(
+        "--ranks N",
         int,
-        MACHINE(
-            metavar="N",
-            help="Processes of torchrun that share out the model; every size here, given or "
-            "printed, is for one of them.",
-        ),
+        "Processes of torchrun that share out the model; every size here, given or "
+        "printed, is for one of them.",
         1,
     ),
-    Option(
-        "batch",
-        int,
-        WORK("--batch", "-b", metavar="N", help="Sequences that run at once."),
-        1,
-    ),
-    Option(
-        "length",
+    WORK("--batch -b N", int, "Sequences that run at once.", 1),
+    WORK(
+        "--length -l TOKENS",
         int | None,
-        WORK(
-            "--length",
-            "-l",
-            metavar="TOKENS",
-            help="Tokens of each sequence, prompt and answer. [dim]Default: 2048, or fewer if the "
-            "model takes fewer.[/dim]",
-        ),
+        "Tokens of each sequence, prompt and answer. [dim]Default: 2048, or fewer if the "
+        "model takes fewer.[/dim]",
     ),
-    Option(
-        "step_tokens",
+    WORK(
+        "--step-tokens TOKENS",
         int | None,
-        WORK(
-            metavar="TOKENS",
-            help="The most tokens computed in one pass through the model. [dim]Default: as many "
-            "as are computed while streamed layers arrive.[/dim]",
-        ),
+        "The most tokens computed in one pass through the model. [dim]Default: as many "
+        "as are computed while streamed layers arrive.[/dim]",
     ),
-    Option(
-        "images",
-        bool,
-        WORK("--images", metavar="", help="Count the part of the model that sees images as well."),
-        False,
-    ),
-    Option(
-        "weight_dtype",
+    WORK("--images", bool, "Count the part of the model that sees images as well."),
+    WEIGHTS(
+        "--weight-dtype DTYPE",
         str | None,
-        WEIGHTS(
-            metavar="DTYPE",
-            help="float32, bfloat16, float16, float8, int8 or int4. [dim]Default: as in the "
-            "model's files.[/dim]",
-        ),
+        "float32, bfloat16, float16, float8, int8 or int4. [dim]Default: as in the "
+        "model's files.[/dim]",
     ),
-    Option(
-        "expert_slots",
+    WEIGHTS(
+        "--expert-slots N",
         int | None,
-        WEIGHTS(
-            min=0,
-            metavar="N",
-            help="Experts of a streamed layer that stay in memory; 0 reads whole layers. "
-            "[dim]Default: what is sooner.[/dim]",
-        ),
+        "Experts of a streamed layer that stay in memory; 0 reads whole layers. "
+        "[dim]Default: what is sooner.[/dim]",
+        min=0,
     ),
-    Option(
-        "pack_weights",
+    WEIGHTS(
+        "--pack-weights",
         bool,
-        WEIGHTS(
-            "--pack-weights",
-            metavar="",
-            help="On a CPU: count the second copy of the weights that generate makes with it.",
-        ),
-        False,
+        "On a CPU: count the second copy of the weights that generate makes with it.",
     ),
-    Option(
-        "kv_format",
-        str,
-        CACHE(metavar="FORMAT", help=KV_HELP),
-        "dense",
-    ),
-    Option(
-        "kv_dtype",
+    CACHE("--kv-format FORMAT", str, KV_HELP, "dense"),
+    CACHE(
+        "--kv-dtype DTYPE",
         str | None,
-        CACHE(
-            metavar="DTYPE",
-            help="What keys and values are computed in. [dim]Default: as the model is.[/dim]",
-        ),
+        "What keys and values are computed in. [dim]Default: as the model is.[/dim]",
     ),
-    Option(
-        "page_size",
+    CACHE(
+        "--page-size TOKENS",
         int | None,
-        CACHE(metavar="TOKENS", help="Tokens in a page. [dim]Default: 16, or 32 with int4.[/dim]"),
+        PAGE_SIZE_HELP,
     ),
-    Option(
-        "max_tokens",
+    CACHE(
+        "--max-tokens TOKENS",
         int | None,
-        CACHE(
-            metavar="TOKENS",
-            help="Room of the cache, in tokens of all sequences together. [dim]Default: all memory "
-            "that is left.[/dim]",
-        ),
+        "Room of the cache, in tokens of all sequences together. [dim]Default: all memory "
+        "that is left.[/dim]",
     ),
-    Option(
-        "as_json",
-        bool,
-        typer.Option("--json", metavar="", help="Print JSON, with sizes in bytes."),
-        False,
-    ),
+    PLAIN("--json", bool, "Print JSON, with sizes in bytes.", name="as_json"),
 )
 
 
@@ -202,13 +133,10 @@ def plan(given: Given) -> None:
     pagedkv plan MODEL --gpu "RTX 4090" --batch 8 --length 4096
     """
     asked = {name: value for name, value in vars(given).items() if name in NAMES}
-    try:
+    with refusing(PagedKVError, ValueError, TypeError, ImportError, says=as_options):
         asked["kv_format"] = kv_formats(given.kv_format)
         asked["page_size"] = given.page_size or "auto"
         found = plan_memory(given.model, **asked)
-    except (PagedKVError, ValueError, TypeError, ImportError) as error:
-        typer.echo(f"pagedkv: {as_options(str(error))}", err=True)
-        raise typer.Exit(USAGE) from None
     typer.echo(found.to_json() if given.as_json else str(found))
 
 

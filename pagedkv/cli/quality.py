@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import sys
-from functools import partial
 from math import inf
 from pathlib import Path
 from typing import Any
@@ -17,19 +16,16 @@ from pagedkv.names import POLICIES as BORROWED
 from pagedkv.names import meant
 
 from .errors import UsageError, require_apart
-from .option import MODEL, Given, Option, takes
+from .option import MODEL, Given, Panel, takes
 from .options import DTYPES_SAID, dtype_of, kv_formats_of
-from .plan import KV_HELP
+from .plan import KV_HELP, PAGE_SIZE_HELP
 from .report import INTERRUPTED, TERMINATED, USAGE
 from .screen import Screen
 from .signals import Ending
 from .text_files import UNDECODED, text_of
 
-# An option of each panel of the help.
-TEXTS, TRIED, COMPUTE, OUTPUT = (
-    partial(typer.Option, rich_help_panel=name)
-    for name in ("Texts", "What is tried", "Computation", "Output")
-)
+TITLES = "Texts", "What is tried", "Computation", "Output"
+TEXTS, TRIED, COMPUTE, OUTPUT = map(Panel, TITLES)
 EXIT_CODES = (
     "Exit codes: 0 everything was measured, 1 it had to stop, 2 nothing was run because of what "
     "was given, 130 interrupted by Ctrl-C and 143 by SIGTERM."
@@ -63,92 +59,42 @@ class Several(TyperCommand):
 
 QUALITY_OPTIONS = (
     MODEL,
-    Option(
-        "text",
+    TEXTS(
+        "--text FILE...",
         list[Path] | None,
-        TEXTS(
-            metavar="FILE...",
-            help="Texts in UTF-8 that the model reads. [dim]Default: pieces of a novel and of a "
-            "manual, which come with pagedkv.[/dim]",
-        ),
+        "Texts in UTF-8 that the model reads. [dim]Default: pieces of a novel and of a "
+        "manual, which come with pagedkv.[/dim]",
     ),
-    Option(
-        "length",
-        int,
-        TEXTS("--length", "-l", metavar="TOKENS", help="How much of each text is read."),
-        1024,
-    ),
-    Option(
-        "kv_format",
+    TEXTS("--length -l TOKENS", int, "How much of each text is read.", 1024),
+    TRIED("--kv-format FORMAT...", list[str] | None, KV_HELP),
+    TRIED(
+        "--retention POLICY:KEEP...",
         list[str] | None,
-        TRIED(metavar="FORMAT...", help=KV_HELP),
+        f"Which pages are given up ({', '.join(POLICIES)}), and how much stays: "
+        "keydiff:0.5 keeps half of what was seen, keydiff:2048 so many tokens.",
     ),
-    Option(
-        "retention",
+    TRIED(
+        "--read-tokens TOKENS...",
         list[str] | None,
-        TRIED(
-            metavar="POLICY:KEEP...",
-            help=f"Which pages are given up ({', '.join(POLICIES)}), and how much stays: "
-            "keydiff:0.5 keeps half of what was seen, keydiff:2048 so many tokens.",
-        ),
+        "How much of what is kept a new token attends to: 0.25 of the text, or 2048.",
     ),
-    Option(
-        "read_tokens",
-        list[str] | None,
-        TRIED(
-            metavar="TOKENS...",
-            help="How much of what is kept a new token attends to: 0.25 of the text, or 2048.",
-        ),
-    ),
-    Option(
-        "combine",
-        bool,
-        TRIED(
-            "--combine", metavar="", help="Try every format with every policy and reading as well."
-        ),
-        False,
-    ),
-    Option(
-        "page_size",
+    TRIED("--combine", bool, "Try every format with every policy and reading as well."),
+    TRIED(
+        "--page-size TOKENS",
         int | None,
-        TRIED(
-            min=1,
-            metavar="TOKENS",
-            help="Tokens in a page. [dim]Default: 16, or 32 with int4.[/dim]",
-        ),
+        PAGE_SIZE_HELP,
+        min=1,
     ),
-    Option(
-        "dtype",
-        str,
-        COMPUTE(metavar="DTYPE", help=f"What the model computes in: {DTYPES_SAID}."),
-        "auto",
-    ),
-    Option(
-        "device",
-        str,
-        COMPUTE(metavar="DEVICE", help="auto, or for example cpu, cuda, cuda:1."),
-        "auto",
-    ),
-    Option(
-        "at_most",
+    COMPUTE("--dtype DTYPE", str, f"What the model computes in: {DTYPES_SAID}.", "auto"),
+    COMPUTE("--device DEVICE", str, "auto, or for example cpu, cuda, cuda:1.", "auto"),
+    TRIED(
+        "--at-most NATS",
         float | None,
-        TRIED(
-            "--at-most",
-            metavar="NATS",
-            help="Find the smallest that stays below this KL on texts like these, of which windows "
-            "of --length tokens are read. [dim]0.01 is hardly ever seen.[/dim]",
-        ),
+        "Find the smallest that stays below this KL on texts like these, of which windows "
+        "of --length tokens are read. [dim]0.01 is hardly ever seen.[/dim]",
     ),
-    Option(
-        "plot",
-        Path | None,
-        OUTPUT(metavar="PICTURE", help="Draw the figures into a .png, .pdf or .svg."),
-    ),
-    Option(
-        "as_json",
-        Path | None,
-        OUTPUT("--json", metavar="FILE", help="Write all figures as JSON."),
-    ),
+    OUTPUT("--plot PICTURE", Path | None, "Draw the figures into a .png, .pdf or .svg."),
+    OUTPUT("--json FILE", Path | None, "Write all figures as JSON.", name="as_json"),
 )
 
 

@@ -2,57 +2,36 @@
 
 from __future__ import annotations
 
-from functools import partial
-
-import typer
-
 from .command import running
 from .errors import UsageError
 from .job_options import MEMORY_OPTIONS, OUTPUT_OPTIONS, PROMPT_OPTIONS
-from .option import MODEL, Given, Option, but, takes
+from .option import MODEL, Given, Panel, argument, but, takes
 from .prompts import Prompt
 from .scoring import LABEL, Scoring, choices_of
 from .start import start
 
-LABELS = partial(typer.Option, rich_help_panel="Labels")
+LABELS = Panel("Labels")
 LABEL_OPTIONS = (
-    Option(
-        "choices",
+    LABELS(
+        "--choices A,B,C",
         str | None,
-        LABELS(
-            metavar="A,B,C",
-            help="Possible labels of a prompt; the likeliest is taken. @FILE has one on each line. "
-            "[dim]Default: no labels, but the log-probability and perplexity of the texts.[/dim]",
-        ),
+        "Possible labels of a prompt; the likeliest is taken. @FILE has one on each line. "
+        "[dim]Default: no labels, but the log-probability and perplexity of the texts.[/dim]",
     ),
-    Option(
-        "normalize",
+    LABELS(
+        "--normalize",
         bool,
-        LABELS(
-            "--normalize",
-            metavar="",
-            help="Compare choices by the mean log-probability of a token, for choices of different "
-            "length. [dim]Default: by the sum.[/dim]",
-        ),
-        False,
+        "Compare choices by the mean log-probability of a token, for choices of different "
+        "length. [dim]Default: by the sum.[/dim]",
     ),
-    Option(
-        "label",
-        str,
-        LABELS(metavar="NAME", help="The column that labels are written to."),
-        LABEL,
-    ),
+    LABELS("--label NAME", str, "The column that labels are written to.", LABEL),
 )
-ARGUMENT = Option(
-    "prompts",
-    list[str] | None,
-    typer.Argument(metavar="TEXTS", help="One text each; or give --file, or a pipe."),
-)
+GIVEN = "One text each; or give --file, or a pipe."
 
 
 @takes(
     MODEL,
-    ARGUMENT,
+    argument("TEXTS", list[str] | None, GIVEN),
     *but(PROMPT_OPTIONS, "too_long"),
     *LABEL_OPTIONS,
     *MEMORY_OPTIONS,
@@ -67,7 +46,7 @@ def score(given: Given) -> None:
 
     pagedkv score MODEL "Snow is white." "Green snow whites."
     """
-    given.too_long, given.draft = "error", None
+    given.prompts, given.too_long, given.draft = given.texts, "error", None
     choices, normalize, label = given.choices, given.normalize, given.label
     with running() as command:
         launch = command.launch

@@ -2,43 +2,35 @@
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
-from typing import Annotated
 
 import typer
 
 from pagedkv.errors import PagedKVError
 
-from .errors import UsageError, require_apart
-from .report import USAGE
+from .errors import refusing, require_apart
+from .option import PLAIN, REQUIRED, Given, Panel, argument, takes
 
-DRAWN = partial(typer.Option, rich_help_panel="Pictures")
+DRAWN = Panel("Pictures")
 EXIT_CODES = "Exit codes: 0 done, 2 the file cannot be read, or does not add up."
 
 
-def trace(
-    file: Annotated[
+@takes(
+    argument(
+        "FILE",
         Path,
-        typer.Argument(
-            metavar="FILE",
-            help="A recording: what generate --trace wrote, or in Python trace=.",
-        ),
-    ],
-    html: Annotated[
+        "A recording: what generate --trace wrote, or in Python trace=.",
+        REQUIRED,
+    ),
+    DRAWN(
+        "--html FILE",
         Path | None,
-        DRAWN(metavar="FILE", help="Write a page for a browser that shows the life of every page."),
-    ] = None,
-    chrome: Annotated[
-        Path | None, DRAWN(metavar="FILE", help="Write a timeline in JSON, for ui.perfetto.dev.")
-    ] = None,
-    check: Annotated[
-        bool,
-        typer.Option(
-            "--check", metavar="", help="Verify after every event that each page has its owners."
-        ),
-    ] = False,
-) -> None:
+        "Write a page for a browser that shows the life of every page.",
+    ),
+    DRAWN("--chrome FILE", Path | None, "Write a timeline in JSON, for ui.perfetto.dev."),
+    PLAIN("--check", bool, "Verify after every event that each page has its owners."),
+)
+def trace(given: Given) -> None:
     """Follow a recording of a cache's pages: print its totals, and draw it.
 
     For example:
@@ -50,18 +42,16 @@ def trace(
     from pagedkv.trace.page import page, totals
     from pagedkv.trace.read import Trace
 
-    try:
+    file, html, chrome = given.file, given.html, given.chrome
+    with refusing(PagedKVError, OSError):
         require_apart("--html", html, ("FILE", file))
         require_apart("--chrome", chrome, ("FILE", file), ("--html", html))
         recorded = Trace(file)
-        history = history_of(recorded, check)
+        history = history_of(recorded, given.check)
         if html is not None:
             html.write_text(page(history), encoding="utf-8")
         if chrome is not None:
             chrome.write_text(timeline(history), encoding="utf-8")
-    except (UsageError, PagedKVError, OSError) as error:
-        typer.echo(f"pagedkv: {error}", err=True)
-        raise typer.Exit(USAGE) from None
     found = totals(history)
     typer.echo(
         f"{found['steps']:,} steps, {found['sequences']:,} sequences, {found['tokens']:,} tokens "
