@@ -29,7 +29,7 @@ from pagedkv.storage.memory import tokens_that_fit
 from pagedkv.stream import LayerStreamer, find_folder, measure_experts, measure_link
 
 from .causes import LONG, SAID, told
-from .encode import encode, fit
+from .encode import Encoder
 from .errors import UsageError
 from .job_spec import Job
 from .loading import class_of, config_of, load, pick, tokenizer_of
@@ -127,10 +127,10 @@ def run_job(run: Run, device: str, work: Callable[[Run, Loaded], int]) -> int:
 def _encode(job: Job, prompts: dict[int, Prompt], tokenizer: Any, screen: Screen) -> None:
     """Sets the ids of prompts, and prints how many are bad or were cut."""
     config = config_of(job.model).get_text_config(decoder=True)
-    given = job.prefix, tokenizer, job.raw, job.template
-    encode(prompts, *given)
+    encoder = Encoder(job.prefix, tokenizer, job.raw, job.template)
+    encoder.encode(prompts)
     if longest := field_of(config, "max_position_embeddings"):
-        fit(prompts, longest, job.most_new, job.side, *given)
+        encoder.fit(prompts, longest, job.most_new, job.side)
     require_any(job.prompts)
     for line in told(bad_of(prompts.values()), len(job.prompts), job.skipped):
         screen.console.print(line)

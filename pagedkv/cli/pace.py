@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from math import ceil
 from time import perf_counter
 from typing import Any
 
 from pagedkv.batch.forecast import Forecast
 from pagedkv.batch.results import GenerationStats, Result
 
-from .screen import Progress, clock_of, joined
+from .screen import Progress
 
 APART, NEAR = 1.6, 5.0  # how far the two ends of a forecast may be apart: a ratio, or seconds
 
@@ -36,9 +35,9 @@ class Pace(Progress):
         layers: Any = None,
         clock: Callable[[], float] = perf_counter,
     ) -> None:
+        super().__init__(clock)
         self.ended, self._rows = 0, rows
-        self._stats, self._forecast, self._layers, self._clock = stats, forecast, layers, clock
-        self._begun = clock()
+        self._stats, self._forecast, self._layers = stats, forecast, layers
 
     def end(self, result: Result) -> None:
         """Takes in a row that ended."""
@@ -62,13 +61,10 @@ class Pace(Progress):
         known = left.most <= APART * left.least or left.most - left.least <= NEAR
         return sum(left) / 2 if known else None
 
-    def told(self, width: int | None = None) -> str:
-        passed = self._clock() - self._begun
-        rate = self._stats.new_tokens / passed if passed else 0.0
-        since = f"{clock_of(passed)} passed"
-        parts = [f"{self.ended:,}/{self._rows:,} rows", f"{rate:,.1f} tokens/s", since]
-        if (left := self.seconds_left) is not None:
-            parts.append(f"about {clock_of(max(1, ceil(left)))} left")
-        if self._layers is not None:
-            parts.append(f"layer {self._layers.done} of {self._layers.total}")
-        return joined(parts, since, width)
+    def done(self) -> list[str]:
+        rate = self._stats.new_tokens / self.passed if self.passed else 0.0
+        return [f"{self.ended:,}/{self._rows:,} rows", f"{rate:,.1f} tokens/s"]
+
+    def beside(self) -> list[str]:
+        layers = self._layers
+        return [] if layers is None else [f"layer {layers.done} of {layers.total}"]

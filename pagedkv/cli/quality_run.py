@@ -6,9 +6,7 @@ import json
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict
-from datetime import timedelta
 from pathlib import Path
-from time import perf_counter
 from typing import Any
 
 import torch
@@ -28,7 +26,7 @@ from pagedkv.quality.promise import DRAWS, ENOUGH, windows_of
 from .errors import UsageError
 from .loading import class_of, load, pick
 from .report import DONE, SOME_FAILED
-from .screen import Progress, Screen, joined
+from .screen import Progress, Screen
 
 STYLES = {GOOD: "green", VISIBLE: "yellow", FORGETS: "red"}
 
@@ -37,27 +35,25 @@ class Reading(Progress):
     """Progress of reading, counted in tokens of all texts and variants."""
 
     def __init__(self) -> None:
+        super().__init__()
         self._done, self._total = 0, 1
-        self._begun = perf_counter()
         self.seconds = 0.0
 
     def tell(self, done: int, total: int) -> None:
         """Hears how many tokens are read, and how many there are."""
         self._done, self._total = done, total
-        self.seconds = perf_counter() - self._begun
+        self.seconds = self._clock() - self._begun
 
     @property
     def share(self) -> float:
         return self._done / self._total
 
-    def told(self, width: int | None = None) -> str:
-        share = self.share
-        since = f"{timedelta(seconds=int(self.seconds))} passed"
-        parts = [f"reading texts, {share:.0%}", since]
-        if self._done:
-            left = self.seconds * (1 / share - 1)
-            parts.append(f"about {timedelta(seconds=int(left))} left")
-        return joined(parts, since, width)
+    @property
+    def passed(self) -> float:
+        return self.seconds
+
+    def done(self) -> list[str]:
+        return [f"reading texts, {self.share:.0%}"]
 
 
 def run(

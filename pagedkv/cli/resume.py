@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 
 from pagedkv.interrupt import Uninterrupted
 
 from .causes import told_at_the_end
-from .encode import encode
+from .encode import Encoder
 from .job_spec import Job
 from .output import Output, key_of
 from .report import BAD_PROMPTS, DONE, SOME_FAILED
@@ -100,10 +99,9 @@ def _left_of_shard(
     tokenizer = tokenizer_of(job)
     screen.doing(f"encoding {len(job.prompts):,} prompts, to find those of shard {shard}")
     new = [job.samples * p.options.get("max_new_tokens", job.most_new) for p in job.prompts]
-    given = {"prefix": job.prefix, "raw": job.raw, "template": job.template}
-    each = partial(encode, tokenizer=tokenizer, **given)
+    encoder = Encoder(job.prefix, tokenizer, job.raw, job.template)
     skipped = {*range(len(job.prompts))} - {*output.mine}
-    output.mine = rows_of_shard(shard, job.prompts, new, each)
+    output.mine = rows_of_shard(shard, job.prompts, new, encoder.encode)
     output.skip(skipped)
     missing = set(left)
     found = [i for i in output.mine if i in missing]

@@ -17,7 +17,7 @@ from .job_spec import Job
 from .prompts import Prompt
 from .report import DONE, SOME_FAILED
 from .scoring import Scoring, behind
-from .screen import Progress, clock_of, joined
+from .screen import Progress
 
 
 class Labelled(Progress):
@@ -27,9 +27,10 @@ class Labelled(Progress):
         lengths: tokens of each prompt.
     """
 
-    def __init__(self, lengths: list[int], now: Callable[[], float] = perf_counter) -> None:
-        self.rows, self._lengths, self._now = 0, lengths, now
-        self._begun, self._done, self._all = now(), 0, sum(lengths)
+    def __init__(self, lengths: list[int], clock: Callable[[], float] = perf_counter) -> None:
+        super().__init__(clock)
+        self.rows, self._lengths = 0, lengths
+        self._done, self._all = 0, sum(lengths)
 
     def ended(self, index: int) -> None:
         """Counts a prompt that has all its scores."""
@@ -40,14 +41,9 @@ class Labelled(Progress):
     def share(self) -> float:
         return self._done / self._all if self._all else 0.0
 
-    def told(self, width: int | None = None) -> str:
-        passed = self._now() - self._begun
-        since = f"{clock_of(passed)} passed"
-        rate = self.rows / passed if passed else 0.0
-        parts = [f"{self.rows:,}/{len(self._lengths):,} rows", f"{rate:,.1f} rows/s", since]
-        if self.share:
-            parts.append(f"about {clock_of(passed / self.share - passed)} left")
-        return joined(parts, since, width)
+    def done(self) -> list[str]:
+        rate = self.rows / self.passed if self.passed else 0.0
+        return [f"{self.rows:,}/{len(self._lengths):,} rows", f"{rate:,.1f} rows/s"]
 
 
 def score(run: Run, loaded: Loaded) -> int:

@@ -10,6 +10,7 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from datetime import timedelta
+from math import ceil
 from threading import Event, Thread
 from time import perf_counter
 from typing import Any
@@ -26,16 +27,46 @@ TALL = 12  # lines of a terminal: with fewer it shows nothing but the bar
 
 
 class Progress(ABC):
-    """A measure of how far a job is."""
+    """A measure of how far a job is.
+
+    Args:
+        clock: gives seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float] = perf_counter) -> None:
+        self._clock, self._begun = clock, clock()
+
+    @property
+    def passed(self) -> float:
+        """Seconds since it began."""
+        return self._clock() - self._begun
 
     @property
     @abstractmethod
     def share(self) -> float:
         """The share of its time that has passed, as far as is known: 0 to 1."""
 
+    @property
+    def seconds_left(self) -> float | None:
+        """Seconds that it still takes; None where that is not known."""
+        return self.passed / self.share - self.passed if 0 < self.share < 1 else None
+
     @abstractmethod
+    def done(self) -> list[str]:
+        """Says what is done."""
+
+    def beside(self) -> list[str]:
+        """Says what else there is to know, at the end of the line."""
+        return []
+
     def told(self, width: int | None = None) -> str:
         """Returns one line; if it is longer than `width`, without the time that has passed."""
+        since, left = f"{clock_of(self.passed)} passed", self.seconds_left
+        ahead = [] if left is None else [f"about {clock_of(max(1, ceil(left)))} left"]
+        parts = [*self.done(), since, *ahead, *self.beside()]
+        if width is not None and len(", ".join(parts)) > width:
+            parts.remove(since)
+        return ", ".join(parts)
 
     def __str__(self) -> str:
         return self.told()
@@ -123,13 +154,6 @@ class Screen:
             if words := self._words():
                 self.console.print(f"pagedkv: {words}")
             wait = then
-
-
-def joined(parts: list[str], since: str, width: int | None) -> str:
-    """Joins the parts of a line of progress; leaves one out where the line would be too wide."""
-    if width is not None and len(", ".join(parts)) > width:
-        parts = [part for part in parts if part != since]
-    return ", ".join(parts)
 
 
 def _is_one_terminal(*files: Any) -> bool:

@@ -10,7 +10,7 @@ from threading import Thread
 
 import pytest
 
-from pagedkv.cli.encode import encode
+from pagedkv.cli.encode import Encoder
 from pagedkv.cli.errors import UsageError
 from pagedkv.cli.prompts import Prompt, read, read_prefix
 from pagedkv.cli.rows import UNREAD
@@ -322,7 +322,8 @@ def test_a_json_prefix_holds_chat_messages(written, content):
 
 
 def encoded(prompts, prefix=None, raw=False, tokenizer=None, template=None):
-    encode(dict(enumerate(prompts)), prefix, tokenizer or Letters(), raw, template or {})
+    encoder = Encoder(prefix, tokenizer or Letters(), raw, template or {})
+    encoder.encode(dict(enumerate(prompts)))
     return [prompt.ids for prompt in prompts]
 
 

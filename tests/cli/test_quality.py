@@ -190,8 +190,8 @@ def test_an_interruption_ends_with_its_code(measure, monkeypatch):
 @pytest.mark.parametrize(
     ("width", "words"),
     [
-        (200, "reading texts, 25%, 0:00:00 passed, about 0:00:00 left"),
-        (45, "reading texts, 25%, about 0:00:00 left"),
+        (200, "reading texts, 25%, 0:00:00 passed, about 0:00:01 left"),
+        (45, "reading texts, 25%, about 0:00:01 left"),
     ],
 )
 def test_how_far_reading_is_is_shown_as_of_any_job(width, words):

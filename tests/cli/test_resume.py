@@ -28,8 +28,10 @@ except SystemExit as ended:
 def test_only_prompts_that_are_left_are_encoded(generate, tmp_path, monkeypatch):
     generate("abc", "bcd", "-o", tmp_path / "out.jsonl")
     encoded = []
-    encode = job.encode
-    monkeypatch.setattr(job, "encode", lambda p, *more: encoded.append(list(p)) or encode(p, *more))
+    encode = job.Encoder.encode
+    monkeypatch.setattr(
+        job.Encoder, "encode", lambda self, p: encoded.append(list(p)) or encode(self, p)
+    )
     generate("abc", "bcd", "cde", "-o", tmp_path / "out.jsonl")
     assert encoded == [[2]]
 

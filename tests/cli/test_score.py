@@ -233,7 +233,8 @@ def test_the_same_command_goes_on_and_another_is_refused(
         patch.setattr(job.BatchGenerator, "stream_scores", interrupted)
         assert "what was finished is kept" in score(*mine, code=130).stderr
     assert len(rows(out)) == 1
-    monkeypatch.setattr(job, "encode", lambda p, *_, e=job.encode: seen.append([*p]) or e(p, *_))
+    encode = job.Encoder.encode
+    monkeypatch.setattr(job.Encoder, "encode", lambda self, p: seen.append([*p]) or encode(self, p))
     seen: list[list[int]] = []
     assert "out.jsonl has 1 of 3 prompts already" in score(*mine).stderr
     assert len(rows(out)) == 3

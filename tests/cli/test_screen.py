@@ -11,17 +11,17 @@ from rich.text import Text
 
 from pagedkv.batch.results import Running
 from pagedkv.cli import screen
-from pagedkv.cli.screen import TALL, Progress, Screen, joined
+from pagedkv.cli.screen import TALL, Progress, Screen
 from pagedkv.cli.show import Show
 
 
 class Job(Progress):
     """Progress of a fifth."""
 
-    share = 0.2
+    share, passed, seconds_left = 0.2, 10.0, None
 
-    def told(self, width: int | None = None) -> str:
-        return joined(["2/10 rows", "20.0 tokens/s", "0:00:10 passed"], "0:00:10 passed", width)
+    def done(self) -> list[str]:
+        return ["2/10 rows", "20.0 tokens/s"]
 
 
 WORDS = "2/10 rows, 20.0 tokens/s, 0:00:10 passed"
