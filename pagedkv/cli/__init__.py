@@ -2,7 +2,7 @@
 
 `app.py` has the commands. `generate.py` is `pagedkv generate` and `score.py` `pagedkv score`;
 `option.py` makes commands of options, `job_options.py` has those of both, `options.py` says what
-they mean, `start.py` makes a job of them (`job_spec.py`), and `command.py` ends either.
+they mean, and `start.py` begins either, makes a job of them (`job_spec.py`), and ends it.
 `scoring.py` is what is scored. `rows.py`, `template.py` and `prompts.py` read what goes in,
 `output.py` and `table.py` keep what comes out, `model_digest.py` tells which model it is from.
 `resume.py` finds what is left to do, `job.py` runs it by `generate_run.py` or `score_run.py`,

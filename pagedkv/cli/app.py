@@ -6,25 +6,18 @@ from typing import Annotated
 
 import typer
 
-from .check import EXIT_CODES as CHECK_EXIT_CODES
 from .check import check
-from .command import console
-from .compile import EXIT_CODES as COMPILE_EXIT_CODES
 from .compile import compile_kernels
-from .eval import CONTEXT as EVAL_CONTEXT
-from .eval import evaluate
-from .generate import Generate, generate
+from .eval import CONTEXT, evaluate
+from .generate import generate
 from .info import info, version_of
-from .plan import EXIT_CODES as PLAN_EXIT_CODES
 from .plan import plan
-from .quality import EXIT_CODES as QUALITY_EXIT_CODES
-from .quality import Several, quality
-from .report import EXIT_CODES as GENERATE_EXIT_CODES
+from .quality import quality
 from .report import USAGE
 from .score import score
+from .start import console
 from .torchrun import only_alone
-from .trace import EXIT_CODES as TRACE_EXIT_CODES
-from .trace import trace as trace_command
+from .trace import trace
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -69,12 +62,8 @@ def common(
         raise typer.Exit(USAGE)
 
 
-app.command(epilog=GENERATE_EXIT_CODES, cls=Generate)(generate)
-app.command(epilog=GENERATE_EXIT_CODES)(score)
-app.command(epilog=PLAN_EXIT_CODES)(plan)
-app.command("compile", epilog=COMPILE_EXIT_CODES)(compile_kernels)
-app.command("trace", epilog=TRACE_EXIT_CODES)(trace_command)
-app.command(epilog=QUALITY_EXIT_CODES, cls=Several)(quality)
-app.command("eval", context_settings=EVAL_CONTEXT)(evaluate)
-app.command(epilog=CHECK_EXIT_CODES)(check)
+for command in (generate, score, plan, compile_kernels, trace, quality):
+    app.command(**vars(command)["how"])(command)
+app.command("eval", context_settings=CONTEXT)(evaluate)
+app.command(**vars(check)["how"])(check)
 app.command()(info)

@@ -42,6 +42,7 @@ class Answer(NamedTuple):
     ),
     ASKED("--length TOKENS", int, "Tokens of the longest prompt.", 24, min=4),
     ASKED("--tokens -n N", int, "New tokens for each prompt.", 32, min=1),
+    epilog=EXIT_CODES,
 )
 def check(given: Given) -> None:
     """Compare a model's answers over pages with those over transformers' own cache.

@@ -45,6 +45,8 @@ TOKENS = 4096  # in the pool that kernels are compiled for; pools of all sizes h
         list[str] | None,
         "A field of the cache, for example read_tokens=1024.",
     ),
+    name="compile",
+    epilog=EXIT_CODES,
 )
 def compile_kernels(given: Given) -> None:
     """Compile a model's kernels before the first job needs them, into Triton's cache.

@@ -12,12 +12,12 @@ from typer.core import TyperCommand
 from pagedkv.names import OPTIONS
 
 from .answers import ANSWER, answer_name, require_room
-from .command import running
 from .job_options import MEMORY, MEMORY_OPTIONS, OUTPUT_OPTIONS, PROMPT_OPTIONS
 from .option import MODEL, Given, Panel, argument, takes
 from .options import FLAGS, options_of, sampling_of
 from .prompts import Prompt
-from .start import start
+from .report import EXIT_CODES
+from .start import running, start
 
 SAMPLING = Panel("Sampling")
 
@@ -82,6 +82,8 @@ DRAFT = MEMORY(
     DRAFT,
     *MEMORY_OPTIONS,
     *OUTPUT_OPTIONS,
+    epilog=EXIT_CODES,
+    cls=Generate,
 )
 def generate(given: Given) -> None:
     """Generate answers to many prompts at once, as text on standard output or as rows in a file.
@@ -109,17 +111,4 @@ def generate(given: Given) -> None:
             if given.out:
                 require_room(given.answer, found)
 
-        command.code = start(
-            given,
-            command.launch,
-            check,
-            asked,
-            raw=given.raw,
-            samples=given.samples,
-            options=chosen,
-            seed=given.seed,
-            logprobs=given.logprobs,
-            answer=given.answer,
-            tokens=given.tokens,
-            explain=given.explain,
-        )
+        command.code = start(given, command.launch, check, asked, options=chosen)

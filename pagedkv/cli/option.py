@@ -83,8 +83,12 @@ def but(options: tuple[Option, ...], *names: str) -> tuple[Option, ...]:
     return tuple(option for option in options if option.name not in names)
 
 
-def takes(*options: Option) -> Callable[[Callable[[Given], None]], Callable[..., None]]:
-    """Makes a function of `Given` a command with these options, in the order of its help."""
+def takes(*options: Option, **how: Any) -> Callable[[Callable[[Given], None]], Callable[..., None]]:
+    """Makes a function of `Given` a command with these options, in the order of its help.
+
+    Args:
+        how: what typer is told when it gets to know the command.
+    """
 
     def command(run: Callable[[Given], None]) -> Callable[..., None]:
         def called(**given: Any) -> None:
@@ -98,7 +102,7 @@ def takes(*options: Option) -> Callable[[Callable[[Given], None]], Callable[...,
         ]
         called.__name__, called.__doc__ = run.__name__, run.__doc__
         called.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
-        called.__annotations__ = types
+        called.__annotations__, called.__dict__["how"] = types, how
         return called
 
     return command

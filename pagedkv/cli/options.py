@@ -13,6 +13,7 @@ from pagedkv.names import FIELDS, OPTIONS, meant
 from pagedkv.planner.sizes import size_in_bytes
 
 from .errors import UsageError, require_apart
+from .option import Given
 from .plan import kv_formats
 from .rows import strict_json
 
@@ -70,26 +71,20 @@ def kv_formats_of(text: str) -> tuple[str, str]:
         raise UsageError(f"--kv-format: {str(error).removeprefix('kv_format: ')}") from None
 
 
-def memory_of(
-    device: str | None,
-    host: str | None,
-    max_tokens: int | None,
-    cache: list[str] | None,
-    draft: str | None = None,
-    expert_slots: int | None = None,
-) -> dict[str, Any]:
+def memory_of(given: Given) -> dict[str, Any]:
     """The budgets that a plan is made for; empty without a plan."""
+    device, host, expert_slots = given.device_memory, given.host_memory, given.expert_slots
     if device is None and host is not None:
         raise UsageError("--host-memory: expected with --device-memory, which it is planned with")
     if device is None and expert_slots is not None:
         raise UsageError("--expert-slots: expected with --device-memory, whose plan follows it")
     if device is None:
         return {}
-    if max_tokens is not None:
+    if given.max_tokens is not None:
         raise UsageError("--max-tokens: expected none with --device-memory, the plan says how many")
-    if cache:
+    if given.cache:
         raise UsageError("--cache: expected none with --device-memory, pages are the plan's own")
-    if draft is not None:
+    if given.draft is not None:
         raise UsageError("--draft: expected none with --device-memory, whose plan counts one model")
     return {"device_memory": device, "host_memory": host, "expert_slots": expert_slots}
 

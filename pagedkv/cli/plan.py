@@ -122,7 +122,7 @@ PLAN_OPTIONS = (
 )
 
 
-@takes(*PLAN_OPTIONS)
+@takes(*PLAN_OPTIONS, epilog=EXIT_CODES)
 def plan(given: Given) -> None:
     """Say what fits, before it is loaded: layers, pages, the longest context, tokens a second.
 

@@ -98,7 +98,7 @@ QUALITY_OPTIONS = (
 )
 
 
-@takes(*QUALITY_OPTIONS)
+@takes(*QUALITY_OPTIONS, epilog=EXIT_CODES, cls=Several)
 def quality(given: Given) -> None:
     """Measure what a model loses when its cache keeps less, and say what to use.
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from .command import running
 from .errors import UsageError
 from .job_options import MEMORY_OPTIONS, OUTPUT_OPTIONS, PROMPT_OPTIONS
 from .option import MODEL, Given, Panel, argument, but, takes
 from .prompts import Prompt
+from .report import EXIT_CODES
 from .scoring import LABEL, Scoring, choices_of
-from .start import start
+from .start import running, start
 
 LABELS = Panel("Labels")
 LABEL_OPTIONS = (
@@ -36,6 +36,7 @@ GIVEN = "One text each; or give --file, or a pipe."
     *LABEL_OPTIONS,
     *MEMORY_OPTIONS,
     *but(OUTPUT_OPTIONS, "answer", "tokens", "logprobs", "explain"),
+    epilog=EXIT_CODES,
 )
 def score(given: Given) -> None:
     r"""Label the rows of a table, or say how likely a model finds texts.

@@ -1,13 +1,21 @@
-"""The part that `generate` and `score` share: check options, read prompts, run a job of them."""
+"""The part that `generate` and `score` share: begin, check options, run a job, and end.
+
+Processes meet first, and mistakes are printed; then prompts are read, and a job is made of them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
+
+import typer
+from rich.console import Console
 
 from .answers import policy_of
 from .causes import told
-from .command import console
+from .errors import UsageError
 from .option import Given
 from .options import (
     cache_of,
@@ -21,12 +29,56 @@ from .options import (
     template_of,
 )
 from .prompts import OPTIONS, Prompt, bad_of, read, read_prefix
+from .report import DONE, INTERRUPTED, TERMINATED
 from .rows import is_table
 from .screen import Screen
 from .shard import shard_of
+from .signals import Ending
 from .template import Template
 from .text_files import encoding_of
-from .torchrun import Launch
+from .torchrun import Launch, follows
+
+# Options that are fields of a job as they were given, of the command that has them.
+AS_GIVEN = {
+    "answer", "draft", "expert_parallel", "explain", "logprobs", "model", "raw", "samples", "seed",
+    "tokenizer", "tokens",
+}  # fmt: skip
+
+console = Console(
+    stderr=True, highlight=False, markup=False, emoji=False, soft_wrap=True, quiet=follows()
+)
+
+
+@dataclass
+class Command:
+    """A command that runs.
+
+    Attributes:
+        launch: the processes that run it together.
+        code: with which it ends.
+    """
+
+    launch: Launch
+    code: int = DONE
+
+
+@contextmanager
+def running() -> Iterator[Command]:
+    """A region at whose end the command ends, also where a mistake or an interruption ends it."""
+    with Ending() as ending, Launch() as launch:
+        command = Command(launch)
+        try:
+            launch.meet()
+            yield command
+            code = launch.ended(command.code, ending.terminated)
+        except UsageError as error:
+            console.print(f"pagedkv: {error}", style="red")
+            code = error.code
+        except KeyboardInterrupt:
+            code = INTERRUPTED
+    code = TERMINATED if ending.terminated and code == INTERRUPTED else code
+    launch.leave(code)
+    raise typer.Exit(code)
 
 
 def start(
@@ -67,25 +119,10 @@ def start(
         "pack_weights": packing_of(given.pack_weights, given.weight_format),
     }
     pages = cache_of(given.cache or [])
-    shared = {
-        "dtype": dtype_of(given.dtype),
-        "cache": pages,
-        "memory": memory_of(
-            given.device_memory,
-            given.host_memory,
-            given.max_tokens,
-            given.cache,
-            given.draft,
-            given.expert_slots,
-        ),
-        "draft": given.draft,
-        "expert_parallel": given.expert_parallel,
-        "template": template_of(given.chat_template_kwargs, given.raw),
-        "tokenizer": given.tokenizer,
-    }
-    launch.require_served(
-        given.prefix_store, given.host_memory, given.device, given.expert_parallel, pages
-    )
+    asked = {name: value for name, value in vars(given).items() if name in AS_GIVEN}
+    asked |= {"dtype": dtype_of(given.dtype), "memory": memory_of(given)}
+    asked["template"] = template_of(given.chat_template_kwargs, given.raw)
+    launch.require_served(given, pages)
     sizes["prefix_store"] = store_of(given.prefix_store, given.prefix_store_size)
 
     def found() -> tuple[Any, list[Prompt]]:
@@ -103,16 +140,15 @@ def start(
         from .resume import carry_out
 
         job = Job(
-            model=given.model,
             prompts=prompts,
             prefix=before,
             sizes=sizes,
+            cache=pages,
             shard=part,
             wording=given.template,
             skipped=skipped,
             side=side,
             source=file if is_table(file) and not arguments else None,
-            **shared,
-            **own,
+            **{**asked, **own},
         )
         return carry_out(job, out, given.device, screen, launch)

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from pagedkv.interrupt import Uninterrupted
 
 from .errors import UsageError
+from .option import Given
 from .prompts import Prompt
 from .report import INTERRUPTED, SOME_FAILED, TERMINATED
 
@@ -116,24 +117,17 @@ class Launch:
         except Exception as error:  # an address that is taken, a device that is not there
             raise UsageError(f"torchrun: the {self.size} processes do not meet: {error}") from error
 
-    def require_served(
-        self,
-        prefix_store: Any,
-        host_memory: Any,
-        device: str,
-        expert_parallel: bool,
-        pages: dict[str, Any],
-    ) -> None:
+    def require_served(self, given: Given, pages: dict[str, Any]) -> None:
         """Raises where an option is for one process alone, or for several."""
         if self.size == 1:
-            if expert_parallel:
+            if given.expert_parallel:
                 raise UsageError("--expert-parallel: expected under torchrun, among its processes")
             return
-        if device != "auto":
+        if given.device != "auto":
             raise UsageError("--device: expected none under torchrun, each process has its own")
-        if host_memory is not None:
+        if given.host_memory is not None:
             raise UsageError("--host-memory: expected none under torchrun, where nothing streams")
-        if prefix_store is not None:
+        if given.prefix_store is not None:
             raise UsageError("--prefix-store: expected none under torchrun")
         if "growth_step" in pages:
             raise UsageError("--cache: expected no growth_step under torchrun")

@@ -29,6 +29,7 @@ EXIT_CODES = "Exit codes: 0 done, 2 the file cannot be read, or does not add up.
     ),
     DRAWN("--chrome FILE", Path | None, "Write a timeline in JSON, for ui.perfetto.dev."),
     PLAIN("--check", bool, "Verify after every event that each page has its owners."),
+    epilog=EXIT_CODES,
 )
 def trace(given: Given) -> None:
     """Follow a recording of a cache's pages: print its totals, and draw it.
