@@ -23,28 +23,7 @@ from transformers import (
     MaxLengthCriteria,
     PreTrainedModel,
     StoppingCriteriaList,
-)
-from transformers.generation import (
-    EpsilonLogitsWarper,
-    EtaLogitsWarper,
-    ExponentialDecayLengthPenalty,
-    ForcedBOSTokenLogitsProcessor,
-    ForcedEOSTokenLogitsProcessor,
-    InfNanRemoveLogitsProcessor,
-    LogitNormalization,
-    MinLengthLogitsProcessor,
-    MinNewTokensLengthLogitsProcessor,
-    MinPLogitsWarper,
-    NoBadWordsLogitsProcessor,
-    NoRepeatNGramLogitsProcessor,
-    RepetitionPenaltyLogitsProcessor,
-    SequenceBiasLogitsProcessor,
-    SuppressTokensAtBeginLogitsProcessor,
-    SuppressTokensLogitsProcessor,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-    TypicalLogitsWarper,
+    generation,
 )
 
 from pagedkv.hf.model import device_of, text_config
@@ -58,29 +37,29 @@ from .served import Served, inherited, unset
 
 # These change every row of scores on its own and never look at ids.
 WITHOUT_IDS = (
-    EpsilonLogitsWarper,
-    EtaLogitsWarper,
-    InfNanRemoveLogitsProcessor,
-    LogitNormalization,
-    MinPLogitsWarper,
-    SuppressTokensLogitsProcessor,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-    TypicalLogitsWarper,
+    generation.EpsilonLogitsWarper,
+    generation.EtaLogitsWarper,
+    generation.InfNanRemoveLogitsProcessor,
+    generation.LogitNormalization,
+    generation.MinPLogitsWarper,
+    generation.SuppressTokensLogitsProcessor,
+    generation.TemperatureLogitsWarper,
+    generation.TopKLogitsWarper,
+    generation.TopPLogitsWarper,
+    generation.TypicalLogitsWarper,
 )
 # These do, and change every row of scores by its own ids alone, all rows having as many.
 BY_IDS = (
-    ExponentialDecayLengthPenalty,
-    ForcedBOSTokenLogitsProcessor,
-    ForcedEOSTokenLogitsProcessor,
-    MinLengthLogitsProcessor,
-    MinNewTokensLengthLogitsProcessor,
-    NoBadWordsLogitsProcessor,
-    NoRepeatNGramLogitsProcessor,
-    RepetitionPenaltyLogitsProcessor,
-    SequenceBiasLogitsProcessor,
-    SuppressTokensAtBeginLogitsProcessor,
+    generation.ExponentialDecayLengthPenalty,
+    generation.ForcedBOSTokenLogitsProcessor,
+    generation.ForcedEOSTokenLogitsProcessor,
+    generation.MinLengthLogitsProcessor,
+    generation.MinNewTokensLengthLogitsProcessor,
+    generation.NoBadWordsLogitsProcessor,
+    generation.NoRepeatNGramLogitsProcessor,
+    generation.RepetitionPenaltyLogitsProcessor,
+    generation.SequenceBiasLogitsProcessor,
+    generation.SuppressTokensAtBeginLogitsProcessor,
 )
 MOST_CHECKED = 1024  # configurations, and rules, that are kept for combinations of values
 
