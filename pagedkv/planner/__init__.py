@@ -2,7 +2,7 @@
 
 `shapes.py` sums up a model part by part, `passes.py` says what a pass has at once, `ranks.py`
 shares layers out among processes, `costs.py` says what a placement costs, `placement.py` and
-`search.py` find one, `advice.py` says what else would fit, `better.py` what would be sooner.
+`search.py` find one, `advice.py` says what else would fit, or what would be sooner.
 `outcome.py` is the answer, `table.py` prints it; `gpus.py` knows cards, `sizes.py` reads memory as
 people write it. A plan of a checkpoint needs no torch: the machine that it is for need not be at
 hand. `shards.py` cuts a job for several processes.

@@ -28,34 +28,40 @@ EXPANDED_BYTES = 64 << 20
 
 
 @dataclass(frozen=True)
-class Asked:
-    """The arguments of `plan_memory`, checked, sizes in bytes."""
+class Given:
+    """The sequences, memory and speeds that a plan is made for; sizes in bytes."""
 
-    device_memory: int
-    host_memory: int | None
     batch: int
     length: int
+    device_memory: int
+    host_memory: int | None
+    link_gbps: float
+    compute_tflops: float
+    memory_gbps: float
+    gpu: str | None
+    ranks: int
+    expert_gbps: float
+
+    @property
+    def alone(self) -> float:
+        """The rate at which experts are read alone, as a share of the link's."""
+        return self.expert_gbps / self.link_gbps
+
+
+@dataclass(frozen=True)
+class Asked(Given):
+    """The arguments of `plan_memory`, checked."""
+
     page_size: int
     kv_dtype: str
     kv_format: str | tuple[str, str]
     step_tokens: int | None
     max_tokens: int | None
     growth_step: int | None
-    link_gbps: float
-    compute_tflops: float
-    memory_gbps: float
-    gpu: str | None
     cuda: bool
-    ranks: int
     pack_weights: bool | Literal["int8"]
     expert_slots: int | None
-    expert_gbps: float
     least_slots: int
-
-    @property
-    def alone(self) -> float:
-        """The rate at which experts are read alone, as a share of the link's."""
-        return self.expert_gbps / self.link_gbps
 
     @property
     def wanted(self) -> int:

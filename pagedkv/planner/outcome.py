@@ -7,35 +7,25 @@ from typing import Literal
 
 from pagedkv.config import CacheConfig
 
-from .costs import RING_DEPTH, Placement
+from .costs import RING_DEPTH, Given, Placement
 from .shapes import ModelShape
 from .sizes import largest
 from .speed import Machine, seconds_of_pass, streamed_bytes
 
 
 @dataclass(frozen=True)
-class Outcome:
+class Outcome(Given):
     """The fields and numbers of a `MemoryPlan`, which adds how they print."""
 
     shape: ModelShape
     cache: CacheConfig
     placement: Placement
-    batch: int
-    length: int
     host_layers: tuple[int, ...]
     head_in_host: bool
     ring_slot: int
     device: str
     device_bytes: dict[str, int]
     host_bytes: dict[str, int]
-    device_memory: int
-    host_memory: int | None
-    link_gbps: float
-    compute_tflops: float
-    memory_gbps: float
-    gpu: str | None
-    ranks: int
-    expert_gbps: float = 0.0
     largest_batch: int = field(default=0, compare=False)
     rate_in_4_bits: float | None = field(default=None, compare=False)
     rate_by_slots: tuple[int, float] | None = field(default=None, compare=False)
@@ -65,11 +55,6 @@ class Outcome:
     def expert_slots(self) -> int:
         """Experts of a layer that stay; 0 where experts come with their layer."""
         return self.placement.expert_slots
-
-    @property
-    def alone(self) -> float:
-        """The rate at which experts are read alone, as a share of the link's."""
-        return self.expert_gbps / self.link_gbps
 
     @property
     def embedding_resident(self) -> bool:

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any, Literal
 
 from pagedkv.config import DTYPE_BYTES, auto_page_size, format_pair
@@ -13,9 +13,8 @@ from pagedkv.errors import UnsupportedModelError
 from pagedkv.models.model import Model
 from pagedkv.models.names import dtype_name
 
-from .advice import Short, exceeded
-from .better import with_more
-from .costs import Asked, Costs, Placement, pages, spread
+from .advice import Short, exceeded, with_more
+from .costs import Asked, Costs, Given, Placement, pages, spread
 from .experts import ALONE, can_read_alone, require_slots
 from .gpus import GPUS, ORDINARY, find_gpu
 from .placement import place
@@ -192,22 +191,13 @@ def _plan(shape: ModelShape, asked: Asked) -> MemoryPlan:
         shape=shape,
         cache=costs.cache(placement.step_tokens, tokens),
         placement=placement,
-        batch=asked.batch,
-        length=asked.length,
         host_layers=held,
         head_in_host=head_held,
         ring_slot=costs.slot(placement),
         device="cuda" if asked.cuda else "cpu",
         device_bytes=costs.device(placement, tokens),
         host_bytes=costs.host(placement, held, head_held),
-        device_memory=asked.device_memory,
-        host_memory=asked.host_memory,
-        link_gbps=asked.link_gbps,
-        compute_tflops=asked.compute_tflops,
-        memory_gbps=asked.memory_gbps,
-        gpu=asked.gpu,
-        ranks=asked.ranks,
-        expert_gbps=asked.expert_gbps,
+        **{field.name: getattr(asked, field.name) for field in fields(Given)},
     )
 
 
