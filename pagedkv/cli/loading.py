@@ -17,7 +17,7 @@ from transformers import (
 
 from pagedkv.errors import CheckpointError
 from pagedkv.models.checkpoint import found_in
-from pagedkv.storage.device import device_of
+from pagedkv.storage.placement import device_of
 
 from .errors import UsageError
 from .job_spec import Job, cannot_load

@@ -1,4 +1,4 @@
-"""Where the layers of a cache lie: on one device, or on several."""
+"""Devices by their names, and where the layers of a cache lie: on one of them, or on several."""
 
 from __future__ import annotations
 
@@ -9,9 +9,25 @@ import torch
 
 from pagedkv.config import CacheConfig
 
-from .device import device_of
-
 Device = str | int | torch.device
+
+
+def device_of(device: str | int | torch.device) -> torch.device:
+    """The device of a name; "auto" is the current card, or the CPU where there is none.
+
+    Raises:
+        ValueError: torch knows no such device.
+        TypeError: it is no name.
+    """
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        return torch.device(device)
+    except (RuntimeError, TypeError):
+        kind = ValueError if isinstance(device, (str, int)) else TypeError
+        raise kind(
+            f"device: expected auto, cpu, cuda, cuda:0, mps or a torch.device, got {device!r}"
+        ) from None
 
 
 class Placement(NamedTuple):

@@ -22,7 +22,7 @@ from pagedkv.models.skeleton import find_layers
 from pagedkv.models.weighing import packed_advice
 from pagedkv.planner import MemoryPlan, plan_memory
 from pagedkv.planner.costs import spread
-from pagedkv.storage.device import device_of
+from pagedkv.storage.placement import device_of
 
 from .bandwidth import measure_experts, measure_link
 from .experts import size_read_alone
