@@ -13,21 +13,11 @@ from typing import Any
 import typer
 from rich.console import Console
 
+from . import options
 from .answers import policy_of
 from .causes import told
 from .errors import UsageError
 from .option import Given
-from .options import (
-    cache_of,
-    dtype_of,
-    kv_formats_of,
-    memory_of,
-    one_of,
-    packing_of,
-    require_outputs,
-    store_of,
-    template_of,
-)
 from .prompts import OPTIONS, Prompt, bad_of, read, read_prefix
 from .report import DONE, INTERRUPTED, TERMINATED
 from .rows import is_table
@@ -101,29 +91,29 @@ def start(
     Raises:
         UsageError: it cannot be run; nothing was computed.
     """
-    file = one_of("--file", given.files or [])
+    file = options.one_of("--file", given.files or [])
     arguments = given.prompts or []
     piped = file == "-" or not (file or arguments)
     part = None if given.shard is None else shard_of(given.shard, given.out)
     out, trace = (part.named(path) if part and path else path for path in (given.out, given.trace))
-    launch.first(lambda: require_outputs(out, needs_out or {}, trace))
+    launch.first(lambda: options.require_outputs(out, needs_out or {}, trace))
     skipped, side = policy_of(given.empty, given.too_long)
     encoding = None if given.encoding is None else encoding_of(given.encoding)
     wording = None if given.template is None else Template(given.template)
     sizes = {
         "max_tokens": given.max_tokens,
         "page_size": given.page_size or "auto",
-        "kv_format": kv_formats_of(given.kv_format),
+        "kv_format": options.kv_formats_of(given.kv_format),
         "step_tokens": given.step_tokens,
         "trace": trace if launch.is_first else None,
-        "pack_weights": packing_of(given.pack_weights, given.weight_format),
+        "pack_weights": options.packing_of(given.pack_weights, given.weight_format),
     }
-    pages = cache_of(given.cache or [])
+    pages = options.cache_of(given.cache or [])
     asked = {name: value for name, value in vars(given).items() if name in AS_GIVEN}
-    asked |= {"dtype": dtype_of(given.dtype), "memory": memory_of(given)}
-    asked["template"] = template_of(given.chat_template_kwargs, given.raw)
+    asked |= {"dtype": options.dtype_of(given.dtype), "memory": options.memory_of(given)}
+    asked["template"] = options.template_of(given.chat_template_kwargs, given.raw)
     launch.require_served(given, pages)
-    sizes["prefix_store"] = store_of(given.prefix_store, given.prefix_store_size)
+    sizes["prefix_store"] = options.store_of(given.prefix_store, given.prefix_store_size)
 
     def found() -> tuple[Any, list[Prompt]]:
         before = read_prefix(given.prefix, piped)
