@@ -53,10 +53,6 @@ class Reading:
     def perplexity(self) -> float:
         return self.nats[self.probe.scored].mean().exp().item()
 
-    def perplexity_since(self, token: int) -> float:
-        """The perplexity of a running text from this token on."""
-        return self.nats[token:].mean().exp().item()
-
     @property
     def mean_kl(self) -> float:
         return self.kl[self.probe.scored].mean().item()

@@ -58,6 +58,7 @@ def worse(quality, read):
     def worse(variant, name):
         half = len(quality.probes[name].ids) // 2
         (reading,) = read(variant, name)
-        return reading.perplexity_since(half) / quality.full[name].perplexity_since(half) - 1
+        mine, full = (each.nats[half:].mean() for each in (reading, quality.full[name]))
+        return (mine - full).exp().item() - 1
 
     return worse

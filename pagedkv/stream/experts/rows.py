@@ -62,7 +62,6 @@ class RowExperts(Experts):
         return None
 
     def close(self) -> None:
-        """See `Experts`."""
         self._held.clear()
         self._views, self._passing = [], []
         self._memory.close()
@@ -88,7 +87,6 @@ class RowExperts(Experts):
         return _as_it_is
 
     def release(self) -> None:
-        """See `Experts`."""
         super().release()
         while self._passing and len(self._held) > self._slots:
             self._drop(self._passing.pop())

@@ -26,6 +26,7 @@ from pagedkv.stream.stats import StreamStats
 from pagedkv.stream.weights import ALIGNMENT
 
 from .files import ExpertFiles
+from .memory import WideMemory
 from .residency import Experts
 
 # Implementations whose results do not depend on the order of experts; eager adds in that order.
@@ -33,20 +34,16 @@ RENUMBERED = ("grouped_mm", "batched_mm")
 TRIALS = 8  # calls, each of another layer as a rule, that have to be equal before it is trusted
 
 
-class Staging:
+class Staging(WideMemory):
     """Pinned host memory that experts pass through, one layer's at a time, and the copy stream."""
 
     def __init__(self, device: torch.device) -> None:
-        self.device, self._nbytes = device, 0
-        self._arena: HostArena | None = None
+        super().__init__()
+        self.device = device
         cuda = device.type == "cuda"
         self._copies: Any = torch.cuda.Stream(device) if cuda else None
         self._filled: Any = torch.cuda.Event() if cuda else None
         self._computation: Any = None  # the stream of the computation before
-
-    def reserve(self, nbytes: int) -> None:
-        """Takes at least `nbytes`, at the first use."""
-        self._nbytes = max(self._nbytes, nbytes)
 
     def writable(self) -> HostArena:
         """The memory, once the copies before have left it."""
@@ -140,7 +137,6 @@ class SlottedExperts(Experts):
         return None if name == "batched_mm" else (name, index.shape[0])
 
     def close(self) -> None:
-        """See `Experts`."""
         self._held.clear()
         self._views, self._home = [], None
 
