@@ -61,7 +61,6 @@ class StateBranches(Branches):
         self.cache, self.least = cache, cache.config.page_size
 
     def plan(self, row: Row, waiting: Iterable[Row]) -> None:
-        """See `Branches`."""
         pages, _ = self._found(row)
         row.cuts = []
         if not row.joined_before and pages >= row.done + self.least:
@@ -70,7 +69,6 @@ class StateBranches(Branches):
             self._part(row, other)
 
     def meet(self, rows: Iterable[Row], other: Row) -> None:
-        """See `Branches`."""
         for row in rows:
             self._part(row, other)
 
@@ -87,16 +85,13 @@ class StateBranches(Branches):
         return length >= self.least and length > self._found(row)[1]
 
     def cut(self, row: Row, length: int) -> None:
-        """See `Branches`."""
         if row.done < length and length not in row.cuts:
             row.cuts = sorted([*row.cuts, length])
 
     def most(self, row: Row) -> int:
-        """See `Branches`."""
         return (row.cuts[0] if row.cuts else len(row.ids)) - row.done
 
     def reached(self, rows: Iterable[Row]) -> None:
-        """See `Branches`."""
         for row in rows:
             if row.done in row.cuts:
                 self.cache.checkpoint(row.seq)
@@ -104,13 +99,11 @@ class StateBranches(Branches):
             row.cuts = [length for length in row.cuts if length > row.done]
 
     def end_of_prompt(self, row: Row) -> None:
-        """See `Branches`."""
         is_unused = self.cache.stats().states < self.cache.config.max_states
         if row.done == len(row.ids) and is_unused:
             self.keep([row])
 
     def keep(self, rows: Sequence[Row]) -> None:
-        """See `Branches`."""
         for row in rows:
             if row.done >= self.least:
                 self.cache.checkpoint(row.seq)

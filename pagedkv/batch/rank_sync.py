@@ -92,7 +92,6 @@ class ManyRanks(RankSync):
         self._interrupts.begin()
 
     def end(self) -> None:
-        """See `RankSync`."""
         self._interrupts.end()
         self._ranks.leave()
 
@@ -124,7 +123,6 @@ class ManyRanks(RankSync):
         return ended
 
     def tell(self, error: BaseException) -> None:
-        """See `RankSync`."""
         heard = isinstance(error, OtherRankError)
         if not self._is_met and isinstance(error, Exception) and not heard:
             self._is_met = True

@@ -33,7 +33,6 @@ class StoredStates(StoredPrefixes):
         self._prompts: dict[int, tuple[Tokens, Salt]] = {}
 
     def reach(self, cache: Any, tokens: Tokens, salt: Salt) -> int:
-        """See `StoredPrefixes`."""
         keys = self._keys(cache, tokens, salt)
         here = self._in_cache(cache, tokens[: len(keys) * self._size], salt)
         held, there = self._held(cache, tokens, salt), self._stored_to(keys, here)
@@ -66,12 +65,10 @@ class StoredStates(StoredPrefixes):
         return sequences.stored_prefix(cache._tables, tokens, salt)[1]
 
     def expect(self, seq: int, tokens: Tokens, salt: Salt) -> None:
-        """See `StoredPrefixes`."""
         super().expect(seq, tokens, salt)
         self._prompts[seq % self._rows] = tokens, salt
 
     def checkpointed(self, cache: Any, seq: int) -> None:
-        """See `StoredPrefixes`."""
         tokens, salt = self._prompts.get(seq % self._rows, (EMPTY, b""))
         length = cache.length(seq)
         if length <= tokens.size and cache.open_step is None and self.store.may_write_first():

@@ -53,21 +53,17 @@ class DividedStorage(DenseStorage):
                 yield part, [layers.index(layer) for layer in mine]
 
     def layer(self, layer: int) -> tuple[Any, Any]:
-        """See `DenseStorage`."""
         return self._part_of[layer].layer(layer)
 
     def copy_pages(self, group: int, source: Ints, target: Ints) -> None:
-        """See `DenseStorage`."""
         for part, _ in self.of_group(group):
             part.copy_pages(group, source, target)
 
     def code_pages(self, group: int, source: Ints, target: Ints) -> None:
-        """See `DenseStorage`."""
         for part, _ in self.of_group(group):
             part.code_pages(group, source, target)
 
     def calibrate(self, layer: int, k: Tensor, v: Tensor) -> None:
-        """See `DenseStorage`."""
         self._part_of[layer].calibrate(layer, k, v)
 
     def read(self, layer: int, pages: Ints, tokens: int) -> tuple[Tensor, Tensor]:
@@ -77,31 +73,26 @@ class DividedStorage(DenseStorage):
     def take_out(
         self, group: int, pages: Ints, kind: int = 0, device: torch.device | None = None
     ) -> Parts:
-        """See `DenseStorage`."""
         target = device or torch.device("cpu")
         parts = self.of_group(group)
         return _joined([(part.take_out(group, pages, kind, target), at) for part, at in parts])
 
     def put_in(self, group: int, pages: Ints, parts: Parts, kind: int = 0) -> None:
-        """See `DenseStorage`."""
         for part, at in self.of_group(group):
             part.put_in(group, pages, _chosen(parts, at), kind)
 
     def layout(
         self, group: int, kind: int, pages: int, page_size: int
     ) -> dict[str, tuple[torch.dtype, list[int]]]:
-        """See `DenseStorage`."""
         part, _ = next(self.of_group(group))
         layers = len(self.groups[group].layers)
         laid = part.layout(group, kind, pages, page_size)
         return {name: (dtype, [layers, *rest]) for name, (dtype, (_, *rest)) in laid.items()}
 
     def statics(self, group: int) -> Parts:
-        """See `DenseStorage`."""
         return _joined([(part.statics(group), at) for part, at in self.of_group(group)])
 
     def adopt(self, group: int, parts: Parts, statics: Parts) -> tuple[Parts, Parts]:
-        """See `DenseStorage`."""
         words, scales = [], []
         for part, at in self.of_group(group):
             both = part.adopt(group, _chosen(parts, at), _chosen(statics, at))
@@ -111,17 +102,14 @@ class DividedStorage(DenseStorage):
         return _joined(words), _joined(scales)
 
     def set_statics(self, group: int, statics: Parts) -> None:
-        """See `DenseStorage`."""
         for part, at in self.of_group(group):
             part.set_statics(group, _chosen(statics, at))
 
     def poison(self, group: int, pages: Tensor, first_slot: int = 0) -> None:
-        """See `DenseStorage`."""
         for part, _ in self.of_group(group):
             part.poison(group, pages.to(part.device), first_slot)
 
     def is_poisoned(self, group: int, page: int, first_slot: int) -> bool:
-        """See `DenseStorage`."""
         parts = self.of_group(group)
         return all(part.is_poisoned(group, page, first_slot) for part, _ in parts)
 
@@ -144,12 +132,10 @@ class _DividedBounds:
         self._of_group = storage.of_group
 
     def update(self, group: int, pages: Ints) -> None:
-        """See `PageBounds`."""
         for part, _ in self._of_group(group):
             part.bounds.update(group, pages)
 
     def check(self, group: int, pages: Tensor) -> None:
-        """See `PageBounds`."""
         for part, _ in self._of_group(group):
             part.bounds.check(group, pages.to(part.device))
 
@@ -162,16 +148,13 @@ class _DividedMemory:
 
     @property
     def nbytes(self) -> int:
-        """See `PageMemory`."""
         return sum(memory.nbytes for memory in self._memories)
 
     def require_resizable(self) -> None:
-        """See `PageMemory`."""
         for memory in self._memories:
             memory.require_resizable()
 
     def resize(self, pages: Sequence[int]) -> None:
-        """See `PageMemory`."""
         before = [memory.pages for memory in self._memories]
         try:
             for memory in self._memories:
@@ -182,6 +165,5 @@ class _DividedMemory:
             raise
 
     def release(self, group: int, pages: Any) -> None:
-        """See `PageMemory`."""
         for memory in self._memories:
             memory.release(group, pages)

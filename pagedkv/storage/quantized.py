@@ -85,7 +85,6 @@ class QuantizedStorage(DenseStorage):
         return Pages(format, data, scales, staged)
 
     def calibrates(self, layer: int) -> bool:
-        """See `DenseStorage`."""
         return layer in self._uncalibrated
 
     def calibrate(self, layer: int, k: Tensor, v: Tensor) -> None:
@@ -147,7 +146,6 @@ class QuantizedStorage(DenseStorage):
     def take_out(
         self, group: int, pages: Ints, kind: int = 0, device: torch.device | None = None
     ) -> Parts:
-        """See `DenseStorage`."""
         if kind == 0 or (pages >= self._groups[group][0].data.shape[1]).all():
             return super().take_out(group, self._local(group, pages, kind), kind, device)
         ids, taken = self._ids(pages), {}
@@ -158,7 +156,6 @@ class QuantizedStorage(DenseStorage):
         return taken
 
     def put_in(self, group: int, pages: Ints, parts: Parts, kind: int = 0) -> None:
-        """See `DenseStorage`."""
         super().put_in(group, self._local(group, pages, kind), parts, kind)
 
     def _local(self, group: int, pages: Ints, kind: int) -> Ints:
@@ -173,7 +170,6 @@ class QuantizedStorage(DenseStorage):
         return {name: part for name, part in parts.items() if part is not None}
 
     def statics(self, group: int) -> Parts:
-        """See `DenseStorage`."""
         sides = zip("kv", self._groups[group])
         return {name: _scales(of).cpu().contiguous() for name, of in sides if of.format.static}
 
@@ -201,7 +197,6 @@ class QuantizedStorage(DenseStorage):
         return parts, scales
 
     def set_statics(self, group: int, statics: Parts) -> None:
-        """See `DenseStorage`."""
         for name, of in zip("kv", self._groups[group]):
             if name in statics:
                 _scales(of).copy_(statics[name])
