@@ -105,14 +105,14 @@ def piece_unchecked(patch: pytest.MonkeyPatch) -> None:
 
 def key_of_another_text(patch: pytest.MonkeyPatch) -> None:
     """The keys of pieces leave the first token out."""
-    from pagedkv.cache.stored_prefixes import StoredPrefixes
+    from pagedkv.cache.stored_prefixes import StoredPrefixes, Text
 
     inner = StoredPrefixes._keys
 
-    def keys(prefixes: Any, cache: Any, tokens: Any, salt: bytes) -> list[bytes]:
-        tokens = tokens.copy()
+    def keys(prefixes: Any, text: Text) -> list[bytes]:
+        tokens = text.tokens.copy()
         tokens[:1] = 0
-        return inner(prefixes, cache, tokens, salt)
+        return inner(prefixes, Text(text.cache, tokens, text.salt))
 
     patch.setattr(StoredPrefixes, "_keys", keys)
 

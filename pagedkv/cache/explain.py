@@ -18,6 +18,8 @@ from pagedkv.pages.checkpoints import PrefixKey
 from pagedkv.pages.prefix import PrefixIndex, leading, page_key, page_keys
 from pagedkv.pages.salts import Salt, first_of
 
+from .stored_prefixes import Text
+
 BESIDE = 8  # ids that are shown where texts part
 MOST_OTHERS = 256  # pages under other salts that are followed
 
@@ -179,7 +181,7 @@ class _Search:
         prefixes = self.cache._prefixes
         if prefixes is None:
             return 0
-        return min(self.wanted.size, prefixes.reach(self.cache, self.tokens, self.salted))
+        return min(self.wanted.size, prefixes.reach(Text(self.cache, self.tokens, self.salted)))
 
     def _behind_windows(self) -> int:
         """Counts by pages that every layer group without a window has."""

@@ -8,6 +8,7 @@ prompts behind one beginning writes the beginning.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from pagedkv.arrays import Ints, Tokens
@@ -18,12 +19,41 @@ from pagedkv.pages.prefix import leading, page_keys
 from pagedkv.pages.restore import text_of
 from pagedkv.pages.salts import Chain, Salt, first_of, mixed_in
 from pagedkv.pages.states import NO_SLOT
+from pagedkv.pages.tables import PageTables
 from pagedkv.saving import pieces, state
 from pagedkv.saving.match import match_piece
 from pagedkv.saving.store import PrefixStore
 from pagedkv.storage.memory import host_memory
 
 MOST_ROOTS = 4096  # salts whose first key is remembered
+
+
+class Text:
+    """A text under a salt, and the cache that is asked for it.
+
+    Args:
+        cache: a `PagedKVCache`.
+        tokens: `[n]` ids.
+    """
+
+    def __init__(self, cache: Any, tokens: Tokens, salt: Salt) -> None:
+        self.cache, self.tokens, self.salt = cache, tokens, salt
+        self.tables: PageTables = cache._tables
+
+    def cut(self, length: int) -> Text:
+        """Its first tokens."""
+        return Text(self.cache, self.tokens[:length], self.salt)
+
+    def pages(self) -> Ints:
+        """`[groups, n]`, the pages that the cache has of its complete ones; -1 for none."""
+        index = self.tables.index
+        keys = page_keys(index.chain(self.salt), self.tokens, self.tables.page_size)
+        return index.find_all(keys)
+
+    def found(self) -> int:
+        """How many of its tokens the cache has in pages."""
+        index, filled = self.tables.index, self.tables.pool.filled
+        return index.match(index.chain(self.salt), self.tokens, filled).length
 
 
 class StoredPrefixes:
@@ -80,43 +110,39 @@ class StoredPrefixes:
         """Whether anything can be found: the cache must know which model computes its K and V."""
         return bool(self._root(cache, b""))
 
-    def reach(self, cache: Any, tokens: Tokens, salt: Salt) -> int:
+    def reach(self, text: Text) -> int:
         """How many tokens of a prompt are in files, or in pages before them."""
-        keys = self._keys(cache, tokens, salt)
-        here = self._in_cache(cache, tokens[: len(keys) * self._size], salt)
-        there = self._stored_to(keys, here)
+        here = self._in_cache(text)
+        there = self._stored_to(self._keys(text), here)
         return 0 if there == here else there * self._size
 
     # ------------------------------------------------------------------ prompts come and are done
 
-    def fetch(self, cache: Any, tokens: Tokens, salt: Salt) -> None:
+    def fetch(self, text: Text) -> None:
         """Brings what is stored of a prompt, and not in the cache, into pages."""
-        tables = cache._tables
-        has_room = tables.free_rows and tokens.size <= tables.max_length
-        if cache.open_step is None and has_room:
-            self._fetch(cache, tokens, salt)
+        has_room = text.tables.free_rows and text.tokens.size <= text.tables.max_length
+        if text.cache.open_step is None and has_room:
+            self._fetch(text)
 
-    def _fetch(self, cache: Any, tokens: Tokens, salt: Salt) -> None:
-        keys = self._keys(cache, tokens, salt)
+    def _fetch(self, text: Text) -> None:
+        keys = self._keys(text)
         if not keys:
             return
-        here = self._in_cache(cache, tokens[: len(keys) * self._size], salt)
+        here = self._in_cache(text)
         there = self._stored_to(keys, here)
-        first = self._first_needed(cache, tokens, salt, keys, here, there)
-        if first < there:
-            cache.identity.forget_stale(cache.clear_prefixes)
-            if not self._roots:  # it did
-                return self._fetch(cache, tokens, salt)
+        first = self._first_needed(text, keys, here, there)
+        if first < there and not self._is_current(text.cache):
+            return self._fetch(text)
         for number in range(first, there):
-            text = tokens[: (number + 1) * self._size]
-            if not self._load(cache, keys[number], text, number * self._columns, salt):
+            until = text.cut((number + 1) * self._size)
+            if not self._load(until, keys[number], number * self._columns):
                 there = max(here, number)
                 break
             self.tokens_found += self._size
         self.store.use(keys[:there])
         missing = [number for number in range(here) if not self.store.has(keys[number])]
         if missing:  # a second text has them
-            self._write(cache, tokens, salt, missing, first=False)
+            self._write(text, missing, first=False)
 
     def checkpointed(self, cache: Any, seq: int) -> None:
         """Writes the state that a sequence keeps, of a model that has any."""
@@ -142,35 +168,31 @@ class StoredPrefixes:
                 del self._computing[seq]
             if self.store.may_write_first():
                 whole = min(computed, tokens.size) // self._size
-                self._write(cache, tokens, salt, range(whole), first=True)
+                self._write(Text(cache, tokens, salt), range(whole), first=True)
 
     def keep(self, cache: Any, seq: int, salt: Salt) -> int:
         """Writes all of a text that is findable; returns how many of its tokens are stored."""
         if cache.open_step is not None:
             raise OpenStepError("store: a step is open, commit or abort it first")
-        tokens = text_of(cache._tables, cache._tables.row_of(seq))
-        keys = self._keys(cache, tokens, salt)
-        self._write(cache, tokens, salt, range(len(keys)), first=False)
+        text = self._text_of(cache, seq, salt)
+        keys = self._keys(text)
+        self._write(text, range(len(keys)), first=False)
         return self._stored_to(keys, 0) * self._size
+
+    def _text_of(self, cache: Any, seq: int, salt: Salt) -> Text:
+        return Text(cache, text_of(cache._tables, cache._tables.row_of(seq)), salt)
 
     # ------------------------------------------------------------------ one piece
 
-    def _load(
-        self,
-        cache: Any,
-        key: bytes,
-        tokens: Tokens,
-        first: int,
-        salt: Salt,
-        with_state: bool = False,
-    ) -> bool:
+    def _load(self, text: Text, key: bytes, first: int, with_state: bool = False) -> bool:
         """Loads a piece into pages that are findable and have no owner; returns whether it did.
 
         Args:
-            tokens: the text up to the end of the piece, whose first column is `first`.
+            text: the text up to the end of the piece, whose first column is `first`.
             with_state: whether it ends in a state, which becomes a checkpoint.
         """
-        wanted = cache._storage, cache.config, key, tokens, first, with_state
+        cache = text.cache
+        wanted = cache._storage, cache.config, key, text.tokens, first, with_state
         saved = self.store.read(
             key, lambda head, parts, name: match_piece(head, parts, name, *wanted)
         )
@@ -178,10 +200,10 @@ class StoredPrefixes:
             return False
         try:
             with Uninterrupted():
-                seq = cache._load(saved, salt, b"")
+                seq = cache._load(saved, text.salt, b"")
                 if with_state:
                     cache.checkpoint(seq)
-                cache._end([cache._tables.row_of(seq)])
+                cache._end([text.tables.row_of(seq)])
         except WrongShapeError as error:  # of fp8 numbers too large for the scales of this cache
             self.store.pass_over(key, error)
             return False
@@ -189,16 +211,13 @@ class StoredPrefixes:
             return False
         return True
 
-    def _write(self, cache: Any, tokens: Tokens, salt: Salt, numbers: Any, first: bool) -> None:
+    def _write(self, text: Text, numbers: Iterable[int], first: bool) -> None:
         """Writes pieces of a text that are not stored yet, as far as the cache has their pages."""
-        keys = self._keys(cache, tokens, salt)
+        keys = self._keys(text)
         numbers = [n for n in numbers if n < len(keys) and not self.store.has(keys[n])]
-        if not numbers:
+        if not numbers or not self._is_current(text.cache):  # else its pages are not findable
             return
-        cache.identity.forget_stale(cache.clear_prefixes)
-        if not self._roots:  # it did, and the pages are not findable any more
-            return
-        pages = cache._tables.index.find_all(self._page_keys(cache, tokens, salt))
+        pages = text.pages()
         written = False
         # The end first: a text is found once all of it is there.
         for number in reversed(numbers):
@@ -206,7 +225,7 @@ class StoredPrefixes:
                 break
             begin, end = number * self._columns, (number + 1) * self._columns
             piece = keys[number], pages[:, begin:end], (number + 1) * self._size
-            written |= self._write_piece(cache, *piece, first)
+            written |= self._write_piece(text.cache, *piece, first)
         if written:
             self.store.use(keys)
 
@@ -232,16 +251,22 @@ class StoredPrefixes:
             there += 1
         return there
 
-    def _keys(self, cache: Any, tokens: Tokens, salt: Salt) -> list[bytes]:
-        """Returns the keys of a text's pieces; none while the model of its K and V is unknown."""
-        if tokens.size < self._size:
-            return []
-        chain = self._chain(cache, salt)
-        return page_keys(chain, tokens, self._size) if chain.root else []
+    def _is_current(self, cache: Any) -> bool:
+        """Whether prefixes are those of the weights as they are; if not, they are forgotten now."""
+        cache.identity.forget_stale(cache.clear_prefixes)
+        return bool(self._roots)
 
-    def _chain(self, cache: Any, salt: Salt) -> Chain:
+    def _keys(self, text: Text) -> list[bytes]:
+        """Returns the keys of a text's pieces; none while the model of its K and V is unknown."""
+        if text.tokens.size < self._size:
+            return []
+        chain = self._chain(text)
+        return page_keys(chain, text.tokens, self._size) if chain.root else []
+
+    def _chain(self, text: Text) -> Chain:
         """Returns the chain of the keys of pieces."""
-        return Chain(self._root(cache, first_of(salt)), mixed_in(salt, self._size))
+        mixed = mixed_in(text.salt, self._size)
+        return Chain(self._root(text.cache, first_of(text.salt)), mixed)
 
     def _root(self, cache: Any, salt: bytes) -> bytes:
         """Returns the key before the first piece; empty while the model of K and V is unknown."""
@@ -257,36 +282,20 @@ class StoredPrefixes:
             root = self._roots[salt] = weights and pieces.root(weights, cache.config, salt)
         return root
 
-    def _page_keys(self, cache: Any, tokens: Tokens, salt: Salt) -> list[bytes]:
-        """The keys of a text's complete pages in this cache."""
-        return page_keys(cache._tables.index.chain(salt), tokens, cache.config.page_size)
-
-    def _in_cache(self, cache: Any, tokens: Tokens, salt: Salt) -> int:
+    def _in_cache(self, text: Text) -> int:
         """Counts leading pieces in the cache; groups with a window count only if all have one."""
+        whole = text.cut(text.tokens.size // self._size * self._size)
         if not self._whole:
-            return self._found(cache, tokens, salt) // self._size
-        pages = cache._tables.index.find_all(self._page_keys(cache, tokens, salt))
-        return leading((pages[self._whole] >= 0).all(0)) // self._columns
+            return whole.found() // self._size
+        here: Any = whole.pages()[self._whole] >= 0
+        return leading(here.all(0)) // self._columns
 
-    def _found(self, cache: Any, tokens: Tokens, salt: Salt) -> int:
-        index, filled = cache._tables.index, cache._tables.pool.filled
-        found: int = index.match(index.chain(salt), tokens, filled).length
-        return found
-
-    def _first_needed(
-        self,
-        cache: Any,
-        tokens: Tokens,
-        salt: Salt,
-        keys: list[bytes],
-        here: int,
-        there: int,
-    ) -> int:
+    def _first_needed(self, text: Text, keys: list[bytes], here: int, there: int) -> int:
         """The first of `there` stored pieces to load, of which the cache has `here`."""
         if not self._bounded or not there or keys[there - 1] in self._windows_tried:
             return here
         end = there * self._size
-        if self._found(cache, tokens[:end], salt) >= end:
+        if text.cut(end).found() >= end:
             return there
         self._windows_tried.add(keys[there - 1])
         # Of windows the end is needed, wherever the rest is.

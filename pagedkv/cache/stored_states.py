@@ -14,11 +14,10 @@ import numpy as np
 from pagedkv.arrays import Tokens
 from pagedkv.config import CacheConfig
 from pagedkv.pages import sequences
-from pagedkv.pages.restore import text_of
 from pagedkv.pages.salts import Salt
 from pagedkv.saving import pieces
 
-from .stored_prefixes import StoredPrefixes
+from .stored_prefixes import StoredPrefixes, Text
 
 EMPTY = np.empty(0, dtype=np.int32)
 
@@ -32,37 +31,32 @@ class StoredStates(StoredPrefixes):
         # By row, that of the last sequence that had one: ids are those of a row, modulo the rows.
         self._prompts: dict[int, tuple[Tokens, Salt]] = {}
 
-    def reach(self, cache: Any, tokens: Tokens, salt: Salt) -> int:
-        keys = self._keys(cache, tokens, salt)
-        here = self._in_cache(cache, tokens[: len(keys) * self._size], salt)
-        held, there = self._held(cache, tokens, salt), self._stored_to(keys, here)
-        return self._longest(cache, tokens[:-1], salt, held, there)[0]
+    def reach(self, text: Text) -> int:
+        there = self._stored_to(self._keys(text), self._in_cache(text))
+        return self._longest(text.cut(-1), self._held(text), there)[0]
 
-    def _fetch(self, cache: Any, tokens: Tokens, salt: Salt) -> None:
+    def _fetch(self, text: Text) -> None:
         """Pages come first, also those behind the last state.
 
         Whoever computes a text whose pages are there sees where it is worth to keep a state.
         """
-        before, held = self.tokens_found, self._held(cache, tokens, salt)
-        super()._fetch(cache, tokens, salt)
-        self._fetch_state(cache, tokens, salt)
-        self.tokens_found = before + max(0, self._held(cache, tokens, salt) - held)
+        before, held = self.tokens_found, self._held(text)
+        super()._fetch(text)
+        self._fetch_state(text)
+        self.tokens_found = before + max(0, self._held(text) - held)
 
-    def _fetch_state(self, cache: Any, tokens: Tokens, salt: Salt) -> None:
-        held, whole = self._held(cache, tokens, salt), tokens.size // self._size
-        here = self._in_cache(cache, tokens[: whole * self._size], salt) if whole else 0
-        length, key = self._longest(cache, tokens[:-1], salt, held, here)
+    def _fetch_state(self, text: Text) -> None:
+        held, here = self._held(text), self._in_cache(text)
+        length, key = self._longest(text.cut(-1), held, here)
         if length:
-            cache.identity.forget_stale(cache.clear_prefixes)
-            text, first = tokens[:length], length // self._size * self._columns
-            known = bool(self._roots)  # else all was forgotten, as of other weights
-            if known and self._load(cache, key, text, first, salt, with_state=True):
-                self.store.use([*self._keys(cache, text, salt), key])
+            until, first = text.cut(length), length // self._size * self._columns
+            if self._is_current(text.cache) and self._load(until, key, first, with_state=True):
+                self.store.use([*self._keys(until), key])
         elif held:  # a second text has it
-            self._write_state(cache, tokens[:held], salt, first=False)
+            self._write_state(text.cut(held), first=False)
 
-    def _held(self, cache: Any, tokens: Tokens, salt: Salt) -> int:
-        return sequences.stored_prefix(cache._tables, tokens, salt)[1]
+    def _held(self, text: Text) -> int:
+        return sequences.stored_prefix(text.tables, text.tokens, text.salt)[1]
 
     def expect(self, seq: int, tokens: Tokens, salt: Salt) -> None:
         super().expect(seq, tokens, salt)
@@ -72,24 +66,21 @@ class StoredStates(StoredPrefixes):
         tokens, salt = self._prompts.get(seq % self._rows, (EMPTY, b""))
         length = cache.length(seq)
         if length <= tokens.size and cache.open_step is None and self.store.may_write_first():
-            self._write_state(cache, tokens[:length], salt, first=True)
+            self._write_state(Text(cache, tokens[:length], salt), first=True)
 
     def keep(self, cache: Any, seq: int, salt: Salt) -> int:
         """See `StoredPrefixes`; the state that the sequence has now is kept, too."""
         super().keep(cache, seq, salt)
-        text = text_of(cache._tables, cache._tables.row_of(seq))
-        if text.size:
+        text = self._text_of(cache, seq, salt)
+        if text.tokens.size:
             cache.checkpoint(seq)
         for length in cache.checkpoints(seq):
-            self._write_state(cache, text[:length], salt, first=False)
-        keys = self._keys(cache, text, salt)
-        return self._longest(cache, text, salt, 0, self._stored_to(keys, 0))[0]
+            self._write_state(text.cut(length), first=False)
+        return self._longest(text, 0, self._stored_to(self._keys(text), 0))[0]
 
     # ------------------------------------------------------------------ one state
 
-    def _longest(
-        self, cache: Any, tokens: Tokens, salt: Salt, above: int, pieces_there: int
-    ) -> tuple[int, bytes]:
+    def _longest(self, text: Text, above: int, pieces_there: int) -> tuple[int, bytes]:
         """The longest prefix of which a state is stored: its length, and the key of the file.
 
         Args:
@@ -99,10 +90,10 @@ class StoredStates(StoredPrefixes):
         Returns:
             Length 0 where there is none.
         """
-        chain = self._chain(cache, salt)
+        chain, tokens = self._chain(text), text.tokens
         if not chain.root or above >= tokens.size:
             return 0, b""
-        before = [chain.root, *self._keys(cache, tokens, salt)]
+        before = [chain.root, *self._keys(text)]
         for number in reversed(range(above // self._size, min(pieces_there + 1, len(before)))):
             start = number * self._size
             behind = tokens[start : start + self._size - 1]
@@ -112,20 +103,20 @@ class StoredStates(StoredPrefixes):
                     return start + count, keys[count]
         return 0, b""
 
-    def _write_state(self, cache: Any, tokens: Tokens, salt: Salt, first: bool) -> None:
+    def _write_state(self, text: Text, first: bool) -> None:
         """Writes the state at the end of a text, if the cache keeps it, and the pieces before."""
-        keys, chain = self._keys(cache, tokens, salt), self._chain(cache, salt)
+        keys, chain, tokens = self._keys(text), self._chain(text), text.tokens
         number = len(keys)
         before, behind = [chain.root, *keys][-1], tokens[number * self._size :]
         key = pieces.state_keys(chain, before, number, behind)[-1]
         if not chain.root or self.store.has(key):
             return
-        self._write(cache, tokens, salt, range(number), first)
-        cache.identity.forget_stale(cache.clear_prefixes)
-        kept = sequences.kept_state(cache._tables, tokens, salt)
-        if kept is None or not self._roots or not self.store.may_write():
+        self._write(text, range(number), first)
+        is_current = self._is_current(text.cache)
+        kept = sequences.kept_state(text.tables, tokens, text.salt)
+        if kept is None or not is_current or not self.store.may_write():
             return
         pages, slot = kept
         tail = pages[:, number * self._columns :]
-        if self._write_piece(cache, key, tail, tokens.size, first, slot):
+        if self._write_piece(text.cache, key, tail, tokens.size, first, slot):
             self.store.use([*keys, key])
