@@ -17,6 +17,7 @@ import pytest
 
 from benchmarks.conftest import Alternate, ratio
 from benchmarks.measuring import shortest
+from pagedkv.config import CacheConfig
 from pagedkv.pages import sequences
 from pagedkv.pages import step as pages_step
 from pagedkv.pages.check import check
@@ -34,9 +35,8 @@ SIZES = {
 
 
 def new_tables(pages: int, batch: int, longest: int) -> PageTables:
-    return PageTables(
-        [pages], [None], [True], page_size=PAGE, max_sequences=batch, max_length=longest
-    )
+    sizes = {"max_tokens": pages * PAGE, "max_sequences": batch, "max_sequence_length": longest}
+    return PageTables(CacheConfig(1, 1, 16, "float32", page_size=PAGE, **sizes))
 
 
 def prefill(tables: PageTables, prompts: list[np.ndarray]) -> np.ndarray:

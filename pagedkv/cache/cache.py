@@ -173,23 +173,9 @@ class PagedKVCache:
         config = self.config
         self._storage = make_storage(config, self.placement, self.backend)
         require_room_for_books(config)
-        groups = range(len(config.groups))
-        self._tables = PageTables(
-            [config.num_pages(g) for g in groups],
-            [config.groups[g].window for g in groups],
-            [config.reserves(g) for g in groups],
-            page_size=config.page_size,
-            max_sequences=config.max_sequences,
-            max_length=config.max_sequence_length,
-            staging=[config.num_staging_pages(g) for g in groups] if config.staged else (),
-            rollback=config.rollback,
-            fingerprint=config.fingerprint,
-            kept=config.kept,
-            max_states=config.max_states,
-            notes=notes,
-        )
+        self._tables = PageTables(config, notes)
         if config.growth_step is not None:
-            increment = [config.pages_at_once(g) for g in groups]
+            increment = [config.pages_at_once(group) for group in range(len(config.groups))]
             self._tables.let_grow(increment, self._storage.memory.resize)
         self._statistics = PageStatistics(config, self._tables.base, self._storage)
         merge = partial(merge_values, self._storage, config, self._tables.base)

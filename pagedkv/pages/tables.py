@@ -16,11 +16,8 @@ from typing import Any
 import numpy as np
 
 from pagedkv.arrays import Ints, Tokens
-from pagedkv.errors import (
-    OffloadedError,
-    UnknownSequenceError,
-)
-from pagedkv.retention import Kept
+from pagedkv.config import CacheConfig
+from pagedkv.errors import OffloadedError, UnknownSequenceError
 
 from .checkpoints import PrefixKey
 from .dirty import DirtyEntries
@@ -37,47 +34,23 @@ class PageTables:
     """Sequences and their pages.
 
     Args:
-        num_pages: pages of each group's pool.
-        windows: window of each group, None for a group that keeps everything.
-        reserves: which groups can run out (a window group with room for every window cannot).
-        page_size: token slots per page.
-        max_sequences: rows.
-        max_length: tokens a sequence may reach.
-        staging: staging pages of each group, behind the others; none if empty (`staging.py`).
-        rollback: tokens kept behind a window so that they can be taken back.
-        fingerprint: identity of the weights.
-        kept: how many whole pages of a sequence stay in each group; None: all.
-        max_states: slots of recurrent state (`states.py`); 0 for a model without.
+        config: of the cache: groups and their pools, rows, lengths.
         notes: where every change is noted, if somebody looks at it.
     """
 
-    def __init__(
-        self,
-        num_pages: Sequence[int],
-        windows: Sequence[int | None],
-        reserves: Sequence[bool],
-        *,
-        page_size: int,
-        max_sequences: int,
-        max_length: int,
-        staging: Sequence[int] = (),
-        rollback: int = 0,
-        fingerprint: bytes = b"",
-        kept: Kept | None = None,
-        max_states: int = 0,
-        notes: Notes | None = None,
-    ) -> None:
-        self.page_size = page_size
-        self.max_sequences = max_sequences
-        self.max_length = max_length
-        self.windows = list(windows)
-        self.rollback = rollback
-        self.kept = kept
-        self.staged = any(staging)
+    def __init__(self, config: CacheConfig, notes: Notes | None = None) -> None:
+        self.page_size = page_size = config.page_size
+        self.max_sequences = max_sequences = config.max_sequences
+        self.max_length = max_length = config.max_sequence_length
+        self.windows = [group.window for group in config.groups]
+        self.rollback, self.kept, self.staged = config.rollback, config.kept, config.staged
+        groups = range(len(self.windows))
+        num_pages = [config.num_pages(group) for group in groups]
+        staging = [config.num_staging_pages(group) for group in groups if self.staged]
         # One segment of the pool for each group, or its coded pages and then its staging pages.
         segments = [n for both in zip(num_pages, staging) for n in both] or list(num_pages)
         self.kinds = len(segments) // len(num_pages)
-        self.index = PrefixIndex(self.windows, sum(segments), page_size, fingerprint)
+        self.index = PrefixIndex(self.windows, sum(segments), page_size, config.fingerprint)
         pool = segments, self.index, self.kinds
         self.pool = PagePool(*pool) if notes is None else NotedPool(*pool, notes)
         self.notes = notes
@@ -109,11 +82,12 @@ class PageTables:
         self.num_coded = np.zeros_like(self.num_pages) if self.staged else self.num_pages
         self.evicted_coded = np.zeros_like(self.evicted) if self.staged else self.evicted
         binding = np.zeros(len(segments), dtype=bool)
-        binding[:: self.kinds] = reserves
+        binding[:: self.kinds] = [config.reserves(group) for group in groups]
         held = self.num_coded, self.evicted_coded
         self.reservations = Reservations(self.pool, binding, *held, not self.staged)
         self.growth: PoolGrowth | None = None  # of a pool that is not fixed
-        self.states = StateSlots(max_states, max_sequences) if max_states else None
+        states = config.max_states, max_sequences
+        self.states = StateSlots(*states) if config.states else None
         self.seqs = np.full(max_sequences, -1, dtype=np.int64)
         self._next_id = np.arange(max_sequences)
         self.free_rows = list(range(max_sequences - 1, -1, -1))
