@@ -123,15 +123,12 @@ def quality(given: Given) -> None:
             asked = combinations(given.kv_format, given.retention, given.read_tokens, given.combine)
             texts = read_texts(given.text) if given.text else None
             _require_outputs(given.plot, given.as_json, given.text or [])
-            number_type = dtype_of(given.dtype)
+            given.dtype = dtype_of(given.dtype)
             with Screen(console) as screen:
                 screen.doing("loading torch and transformers")
                 from .quality_run import run
 
-                options: dict[str, Any] = {"length": given.length, "page_size": given.page_size}
-                options |= {"texts": texts, "at_most": given.at_most}
-                outputs = {"plot": given.plot, "as_json": given.as_json}
-                code = run(given.model, asked, options, outputs, number_type, given.device, screen)
+                code = run(given, asked, texts, screen)
         except UsageError as error:
             console.print(f"pagedkv: {error}", style="red")
             code = USAGE

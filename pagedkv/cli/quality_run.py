@@ -25,6 +25,7 @@ from pagedkv.quality.promise import DRAWS, ENOUGH, windows_of
 
 from .errors import UsageError
 from .loading import class_of, load, pick
+from .option import Given
 from .report import DONE, SOME_FAILED
 from .screen import Progress, Screen
 
@@ -57,20 +58,12 @@ class Reading(Progress):
 
 
 def run(
-    name: str,
-    asked: list[dict[str, Any]],
-    options: dict[str, Any],
-    outputs: dict[str, Path | None],
-    dtype: str,
-    device: str,
-    screen: Screen,
+    given: Given, asked: list[dict[str, Any]], texts: dict[str, str] | None, screen: Screen
 ) -> int:
     """Measures variants of a model's cache.
 
     Args:
         asked: arguments of `variant`.
-        options: `texts`, `length`, `page_size` and `at_most`.
-        outputs: where to write: `plot` and `as_json`.
 
     Returns:
         The command's exit code.
@@ -80,17 +73,17 @@ def run(
     """
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    length, texts = options["length"], options["texts"]
-    chosen = pick(device)
+    name, length, at_most = given.model, given.length, given.at_most
+    dtype, chosen = given.dtype, pick(given.device)
     screen.doing("reading the tokenizer")
     tokenizer = load(AutoTokenizer, name)
     screen.doing("encoding texts")
     try:
         found = probes(tokenizer, length, texts)
-        if options["at_most"] is not None:
+        if at_most is not None:
             windows_of(tokenizer, length, texts)
         longest = max(len(probe.ids) for probe in found.values() if probe.running)
-        sizes = {"length": longest, "page_size": options["page_size"]}
+        sizes = {"length": longest, "page_size": given.page_size}
         variants = [variant(**each, **sizes) for each in asked]
         for each in variants:
             _require_effect(each.name, each.fields, longest)
@@ -99,7 +92,7 @@ def run(
         model = load(class_of(name), name, dtype=number_type).eval().to(chosen)
         pace = Reading()
         screen.doing(pace)
-        wish = {"length": length, "at_most": options["at_most"]}
+        wish = {"length": length, "at_most": at_most}
         quality = measure_quality(model, tokenizer, variants, texts, **wish, tell=pace.tell)
     except (PagedKVError, ValueError, TypeError) as error:
         raise UsageError(_words(str(error))) from error
@@ -109,7 +102,7 @@ def run(
     screen.close()
     if sys.stdout is not None:
         show(quality, length, Console(highlight=False, markup=False, emoji=False))
-    return _write(quality, name, outputs, pace.seconds, screen.console)
+    return _write(quality, given, pace.seconds, screen.console)
 
 
 def show(quality: Quality, length: int, console: Console) -> None:
@@ -209,16 +202,15 @@ def _words(error: str) -> str:
     return f"--{error}" if error.startswith(("length:", "page_size:")) else error
 
 
-def _write(
-    quality: Quality, name: str, outputs: dict[str, Path | None], seconds: float, console: Console
-) -> int:
+def _write(quality: Quality, given: Given, seconds: float, console: Console) -> int:
     """Writes what is asked for beside the table."""
+    name = given.model
     try:
-        if path := outputs["as_json"]:
+        if path := given.as_json:
             found = {"model": name, "seconds": round(seconds, 1), **asdict(quality)}
             found |= {"recommendation": quality.recommendation}
             path.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
-        if path := outputs["plot"]:
+        if path := given.plot:
             from pagedkv.quality.picture import draw
 
             draw(quality, Path(name).resolve().name if Path(name).is_dir() else name, path)
