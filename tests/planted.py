@@ -93,14 +93,15 @@ def other_state(patch: pytest.MonkeyPatch) -> None:
 
 def piece_unchecked(patch: pytest.MonkeyPatch) -> None:
     """A piece of a store is taken whatever key it says."""
-    from pagedkv.cache import stored_prefixes
+    from pagedkv.saving.match import Found
 
-    inner = stored_prefixes.match_piece
+    inner = Found.piece
 
-    def match(head: Any, parts: Any, name: str, storage: Any, config: Any, key: bytes, *rest: Any):
-        return inner({**head, "model": key.hex()}, parts, name, storage, config, key, *rest)
+    def piece(found: Found, key: bytes, *rest: Any) -> Any:
+        found.header = {**found.header, "model": key.hex()}
+        return inner(found, key, *rest)
 
-    patch.setattr(stored_prefixes, "match_piece", match)
+    patch.setattr(Found, "piece", piece)
 
 
 def key_of_another_text(patch: pytest.MonkeyPatch) -> None:

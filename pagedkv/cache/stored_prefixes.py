@@ -11,6 +11,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+from torch import Tensor
+
 from pagedkv.arrays import Ints, Tokens
 from pagedkv.config import CacheConfig
 from pagedkv.errors import HostMemoryError, OpenStepError, OutOfPagesError, WrongShapeError
@@ -21,7 +23,7 @@ from pagedkv.pages.salts import Chain, Salt, first_of, mixed_in
 from pagedkv.pages.states import NO_SLOT
 from pagedkv.pages.tables import PageTables
 from pagedkv.saving import pieces, state
-from pagedkv.saving.match import match_piece
+from pagedkv.saving.match import Found, Saved
 from pagedkv.saving.store import PrefixStore
 from pagedkv.storage.memory import host_memory
 
@@ -192,10 +194,12 @@ class StoredPrefixes:
             with_state: whether it ends in a state, which becomes a checkpoint.
         """
         cache = text.cache
-        wanted = cache._storage, cache.config, key, text.tokens, first, with_state
-        saved = self.store.read(
-            key, lambda head, parts, name: match_piece(head, parts, name, *wanted)
-        )
+
+        def use(header: dict[str, Any], tensors: dict[str, Tensor], name: str) -> Saved:
+            found = Found(header, tensors, name, cache._storage, cache.config)
+            return found.piece(key, text.tokens, first, with_state)
+
+        saved = self.store.read(key, use)
         if saved is None:
             return False
         try:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -52,125 +54,205 @@ class Saved(NamedTuple):
     before: int | None = None
 
 
-def match(
-    header: dict[str, Any],
-    tensors: dict[str, Tensor],
-    storage: Storage,
-    config: CacheConfig,
-    fingerprint: bytes,
-    name: str,
-) -> Saved:
-    """Holds a file against a cache, and lays it out in pages of that cache's size.
-
-    Raises:
-        WrongModelError, WrongShapeError: it belongs to another one.
-        SequenceTooLongError: it can never fit.
-        CorruptFileError: it contradicts itself.
-    """
-    try:
-        is_older = header.get("fingerprints") != FINGERPRINTS
-        length, size = _text_size(header, config, fingerprint, name, OLDER * is_older)
-        _require_short(length, config, name)
-        if config.staged and length and size != config.page_size:
-            coded = next(format.kv_format for format in config.formats if format.staged)
-            raise WrongShapeError(f"{_change(name, size, config)}: {coded} codes whole pages")
-        tokens = _ids(tensors, "tokens", np.full(length, -1, dtype=np.int32))
-        pending = _ids(tensors, "pending", np.empty(0, dtype=np.int32))
-        _require(tokens.size == length, f"{tokens.size} ids for {length} tokens")
-        _require_short(length + pending.size, config, name)
-        groups = range(len(config.groups))
-        statics = [_statics(tensors, storage, group) for group in groups]
-        stored = [_stored(tensors, storage, config, group, length, size) for group in groups]
-        pages = [_laid(stored[g], storage, config, g, length, size, name) for g in groups]
-        states = _state(tensors, config, length > 0)
-    except PagedKVError:
-        raise
-    except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
-        raise CorruptFileError(f"{name}: contradicts itself: {error!s:.300}") from error
-    return Saved(tokens, pending, pages, statics, states)
-
-
-def match_piece(
-    header: dict[str, Any],
-    tensors: dict[str, Tensor],
-    name: str,
-    storage: Storage,
-    config: CacheConfig,
-    key: bytes,
-    tokens: Tokens,
-    first: int,
-    with_state: bool = False,
-) -> Saved:
-    """Holds the file of a piece, `pieces.take_out`, against a cache.
+class Found:
+    """The contents of a file, to be held against a cache.
 
     Args:
-        key: of the piece, which the file has in place of a model's fingerprint.
-        tokens: the text up to the end of the piece.
-        first: the piece's first column.
-        with_state: whether it has the recurrent state at its end.
-
-    Raises:
-        WrongModelError, WrongShapeError: it is another piece.
-        CorruptFileError: it contradicts itself.
+        name: of the file, for errors.
+        storage, config: of the cache.
     """
-    size, end = config.page_size, -(-tokens.size // config.page_size)
-    try:
-        got = _text_size(header, config, key, name)
-        _require(got == (tokens.size, size), f"expected {tokens.size} tokens, got {got}")
-        groups = range(len(config.groups))
-        statics = [_statics(tensors, storage, group) for group in groups]
-        pages = [_stored(tensors, storage, config, g, tokens.size, size) for g in groups]
-        for group, found in zip(config.groups, pages):
-            at, wanted = columns_of(found), np.arange(first, end)
-            whole = group.window is not None or at.size == wanted.size
-            good = np.isin(at, wanted).all() and whole
-            _require(bool(good), f"positions: expected pages {wanted}, got {at}")
-        states = _state(tensors, config, with_state)
-    except PagedKVError:
-        raise
-    except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
-        raise CorruptFileError(f"{name}: contradicts itself: {error!s:.300}") from error
-    return Saved(tokens, np.empty(0, np.int32), pages, statics, states, first)
 
+    def __init__(
+        self,
+        header: dict[str, Any],
+        tensors: dict[str, Tensor],
+        name: str,
+        storage: Storage,
+        config: CacheConfig,
+    ) -> None:
+        self.header, self._tensors, self._name = header, tensors, name
+        self._storage, self._config = storage, config
+        self._length = self._size = 0  # tokens of the text and of a page, once they are known
 
-def _change(name: str, size: int, config: CacheConfig) -> str:
-    return f"{name}: pages of {size} cannot become pages of {config.page_size}"
+    def text(self, fingerprint: bytes) -> Saved:
+        """Lays a whole text out in pages of the cache's size.
+
+        Raises:
+            WrongModelError, WrongShapeError: it belongs to another cache.
+            SequenceTooLongError: it can never fit.
+            CorruptFileError: it contradicts itself.
+        """
+        config, tensors = self._config, self._tensors
+        with self._believed():
+            is_older = self.header.get("fingerprints") != FINGERPRINTS
+            self._read_size(fingerprint, OLDER * is_older)
+            length = self._length
+            self._require_short(length)
+            if config.staged and length and self._size != config.page_size:
+                coded = next(format.kv_format for format in config.formats if format.staged)
+                raise WrongShapeError(f"{self._change}: {coded} codes whole pages")
+            tokens = _ids(tensors, "tokens", np.full(length, -1, dtype=np.int32))
+            pending = _ids(tensors, "pending", np.empty(0, dtype=np.int32))
+            _require(tokens.size == length, f"{tokens.size} ids for {length} tokens")
+            self._require_short(length + pending.size)
+            statics, stored = self._groups()
+            pages = [self._laid(group, each) for group, each in enumerate(stored)]
+            states = self._state(length > 0)
+        return Saved(tokens, pending, pages, statics, states)
+
+    def piece(self, key: bytes, tokens: Tokens, first: int, with_state: bool) -> Saved:
+        """Holds a piece, `pieces.take_out`, against the one that is expected.
+
+        Args:
+            key: of the piece, which the file has in place of a model's fingerprint.
+            tokens: the text up to the end of the piece.
+            first: the piece's first column.
+            with_state: whether it has the recurrent state at its end.
+
+        Raises:
+            WrongModelError, WrongShapeError: it is another piece.
+            CorruptFileError: it contradicts itself.
+        """
+        size, end = self._config.page_size, -(-tokens.size // self._config.page_size)
+        with self._believed():
+            self._read_size(key)
+            got = self._length, self._size
+            _require(got == (tokens.size, size), f"expected {tokens.size} tokens, got {got}")
+            statics, pages = self._groups()
+            for group, found in zip(self._config.groups, pages):
+                at, wanted = columns_of(found), np.arange(first, end)
+                whole = group.window is not None or at.size == wanted.size
+                good = np.isin(at, wanted).all() and whole
+                _require(bool(good), f"positions: expected pages {wanted}, got {at}")
+            states = self._state(with_state)
+        return Saved(tokens, np.empty(0, np.int32), pages, statics, states, first)
+
+    @contextmanager
+    def _believed(self) -> Iterator[None]:
+        """Turns what a file that contradicts itself leads to into a CorruptFileError."""
+        try:
+            yield
+        except PagedKVError:
+            raise
+        except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
+            raise CorruptFileError(f"{self._name}: contradicts itself: {error!s:.300}") from error
+
+    @property
+    def _change(self) -> str:
+        ours = self._config.page_size
+        return f"{self._name}: pages of {self._size} cannot become pages of {ours}"
+
+    def _read_size(self, fingerprint: bytes, what: str = "") -> None:
+        """Reads tokens of the text and of a page, if it is a text of this cache's model.
+
+        Args:
+            what: what is known of the file's fingerprint where it is another one.
+        """
+        header, name = self.header, self._name
+        if header["model"] != fingerprint.hex():
+            raise WrongModelError(
+                f"{name}: expected K and V of the model {fingerprint.hex() or '(unnamed)'}, "
+                f"got those of {header['model'] or '(unnamed)'!s:.200}{what}"
+            )
+        for what, ours in shape_of(self._config).items():
+            theirs = header["shape"].get(what, []) if what == "states" else header["shape"][what]
+            if theirs != ours:
+                raise WrongShapeError(f"{name}: expected {what} {ours!r:.200}, got {theirs!r:.200}")
+        length, size = header["length"], header["page_size"]
+        _require(type(length) is type(size) is int, f"length {length!r}, page_size {size!r}")
+        _require(length >= 0 and size > 0, f"length {length}, page_size {size}")
+        self._length, self._size = length, size
+
+    def _require_short(self, tokens: int) -> None:
+        most = self._config.max_sequence_length
+        if tokens > most:
+            raise SequenceTooLongError(
+                f"{self._name}: has {tokens} tokens, a sequence can have {most} in this cache; "
+                "this can never fit"
+            )
+
+    def _groups(self) -> tuple[list[Parts], list[ByKind]]:
+        """Static scales and pages of each group, as the file has them."""
+        groups = range(len(self._config.groups))
+        statics = [self._statics(group) for group in groups]
+        return statics, [self._stored(group) for group in groups]
+
+    def _statics(self, group: int) -> Parts:
+        prefix = f"{group}.all."
+        mine = [name for name in self._tensors if name.startswith(prefix)]
+        found = {name.removeprefix(prefix): self._tensors[name] for name in mine}
+        ours = self._storage.statics(group)
+        _require_layout(found, {name: _layout(x) for name, x in ours.items()})
+        return found
+
+    def _state(self, expected: bool) -> list[Tensor]:
+        """The tensors of all state layers, in order; there are none where none is expected."""
+        layouts = state.layouts(self._config) if expected else {}
+        found = state.found(self._tensors)
+        _require_layout(found, layouts)
+        return [found[name] for name in layouts]
+
+    def _stored(self, group: int) -> ByKind:
+        """By kind the columns a file has of a group and their bytes, in the file's pages."""
+        length, size = self._length, self._size
+        parts: dict[int, Parts] = {}
+        for name, tensor in self._tensors.items():
+            if name.startswith(f"{group}.") and not name.startswith(f"{group}.all."):
+                _, kind, part_name = name.split(".")
+                parts.setdefault(int(kind), {})[part_name] = tensor
+        found: ByKind = {}
+        end, complete = -(-length // size), length // size
+        for number, mine in parts.items():
+            positions = mine.pop("positions").numpy()
+            _require(positions.dtype == np.int64 and positions.ndim == 1, "positions: no integers")
+            _require(not (positions % size).any(), "positions: not those of pages")
+            at = positions // size
+            staging = ((at == 0) | (at >= complete)) & self._config.staged
+            _require(bool((staging == number).all()), f"positions: some not of kind {number}")
+            _require_layout(mine, self._storage.layout(group, number, at.size, size))
+            found[number] = at, mine
+        columns = columns_of(found)
+        _require(bool((np.diff(columns) > 0).all()), "positions: pages occur twice")
+        _require(not columns.size or 0 <= columns[0] <= columns[-1] < end, "positions: strays")
+        _require(not length % size or end - 1 in columns, "positions: the last page is missing")
+        return found
+
+    def _laid(self, group: int, pages: ByKind) -> ByKind:
+        """The pages that the cache keeps of a group, in its size."""
+        config, length, size = self._config, self._length, self._size
+        window, ours, columns = config.groups[group].window, config.page_size, columns_of(pages)
+        end = -(-length // size)
+        if window is None and columns.size < end:
+            if config.policy is None:
+                raise WrongShapeError(
+                    f"{self._name}: has {columns.size} of the {end} pages of its text; a cache "
+                    "needs `retention` to hold such a text"
+                )
+            if ours != size:
+                raise WrongShapeError(f"{self._change}: some of the text was evicted")
+            return pages
+        if not end:
+            return {}
+        _require(columns.size > 0 and columns[-1] == end - 1, "positions: the end is missing")
+        _require(columns.size == end - columns[0], "positions: pages are missing")
+        begin = int(columns[0]) * size  # the first position stored
+        needed = 0 if window is None else max(0, length - window)
+        spare = 0 if window is None else max(0, length - window - config.rollback)
+        _require(begin <= needed, f"group {group} begins at {begin}, {needed} is needed")
+        first = max(-(-begin // ours), spare // ours)
+        if ours == size:
+            return {kind: _from(first, *found) for kind, found in pages.items()}
+        if first * ours > needed:
+            what = f"the stored tokens begin at {begin}, inside a page"
+            raise WrongShapeError(f"{self._change}: {what}")
+        ((kind, (_, parts)),) = pages.items()
+        parts = self._storage.repage(parts, first * ours - begin, length - first * ours, ours)
+        return {kind: (np.arange(first, -(-length // ours)), parts)}
 
 
 def _require(good: bool, what: str) -> None:
     if not good:
         raise ValueError(what)
-
-
-def _text_size(
-    header: dict[str, Any], config: CacheConfig, fingerprint: bytes, name: str, what: str = ""
-) -> tuple[int, int]:
-    """Tokens of the text and of a page, if it is a text of this cache's model.
-
-    Args:
-        what: what is known of the file's fingerprint where it is another one.
-    """
-    if header["model"] != fingerprint.hex():
-        raise WrongModelError(
-            f"{name}: expected K and V of the model {fingerprint.hex() or '(unnamed)'}, "
-            f"got those of {header['model'] or '(unnamed)'!s:.200}{what}"
-        )
-    for what, ours in shape_of(config).items():
-        theirs = header["shape"].get(what, []) if what == "states" else header["shape"][what]
-        if theirs != ours:
-            raise WrongShapeError(f"{name}: expected {what} {ours!r:.200}, got {theirs!r:.200}")
-    length, size = header["length"], header["page_size"]
-    _require(type(length) is type(size) is int, f"length {length!r}, page_size {size!r}")
-    _require(length >= 0 and size > 0, f"length {length}, page_size {size}")
-    return length, size
-
-
-def _require_short(tokens: int, config: CacheConfig, name: str) -> None:
-    if tokens > config.max_sequence_length:
-        raise SequenceTooLongError(
-            f"{name}: has {tokens} tokens, a sequence can have {config.max_sequence_length} in "
-            "this cache; this can never fit"
-        )
 
 
 def _ids(tensors: dict[str, Tensor], name: str, default: Tokens) -> Tokens:
@@ -179,21 +261,6 @@ def _ids(tensors: dict[str, Tensor], name: str, default: Tokens) -> Tokens:
     ids = tensors[name].numpy().copy()  # not a view that keeps the whole file
     _require(ids.dtype == np.int32 and ids.ndim == 1 and bool((ids >= 0).all()), f"{name}: no ids")
     return ids
-
-
-def _statics(tensors: dict[str, Tensor], storage: Storage, group: int) -> Parts:
-    prefix = f"{group}.all."
-    mine = [name for name in tensors if name.startswith(prefix)]
-    found = {name.removeprefix(prefix): tensors[name] for name in mine}
-    _require_layout(found, {name: _layout(x) for name, x in storage.statics(group).items()})
-    return found
-
-
-def _state(tensors: dict[str, Tensor], config: CacheConfig, expected: bool) -> list[Tensor]:
-    """The tensors of all state layers, in order; there are none where none is expected."""
-    found, layouts = state.found(tensors), state.layouts(config) if expected else {}
-    _require_layout(found, layouts)
-    return [found[name] for name in layouts]
 
 
 def _layout(tensor: Tensor) -> tuple[torch.dtype, list[int]]:
@@ -205,81 +272,9 @@ def _require_layout(parts: Parts, expected: dict[str, tuple[torch.dtype, list[in
     _require(got == expected, f"expected tensors {expected}, got {got}")
 
 
-def _stored(
-    tensors: dict[str, Tensor],
-    storage: Storage,
-    config: CacheConfig,
-    group: int,
-    length: int,
-    size: int,
-) -> ByKind:
-    """By kind the columns a file has of a group and their bytes, in the file's pages."""
-    parts: dict[int, Parts] = {}
-    for name, tensor in tensors.items():
-        if name.startswith(f"{group}.") and not name.startswith(f"{group}.all."):
-            _, kind, part_name = name.split(".")
-            parts.setdefault(int(kind), {})[part_name] = tensor
-    found: ByKind = {}
-    end, complete = -(-length // size), length // size
-    for number, mine in parts.items():
-        positions = mine.pop("positions").numpy()
-        _require(positions.dtype == np.int64 and positions.ndim == 1, "positions: no integers")
-        _require(not (positions % size).any(), "positions: not those of pages")
-        at = positions // size
-        staging = (at == 0) | (at >= complete) if config.staged else np.zeros_like(at, dtype=bool)
-        _require(bool((staging == number).all()), f"positions: some not of kind {number}")
-        _require_layout(mine, storage.layout(group, number, at.size, size))
-        found[number] = at, mine
-    columns = columns_of(found)
-    _require(bool((np.diff(columns) > 0).all()), "positions: pages occur twice")
-    _require(not columns.size or 0 <= columns[0] <= columns[-1] < end, "positions: strays")
-    _require(not length % size or end - 1 in columns, "positions: the last page is missing")
-    return found
-
-
 def columns_of(pages: ByKind) -> Ints:
     """`[n]`, all of them, ascending."""
     return np.sort(np.concatenate([np.empty(0, np.int64), *(at for at, _ in pages.values())]))
-
-
-def _laid(
-    pages: ByKind,
-    storage: Storage,
-    config: CacheConfig,
-    group: int,
-    length: int,
-    size: int,
-    name: str,
-) -> ByKind:
-    """The pages that the cache keeps of a group, in its size."""
-    window, ours, columns = config.groups[group].window, config.page_size, columns_of(pages)
-    end = -(-length // size)
-    change = _change(name, size, config)
-    if window is None and columns.size < end:
-        if config.policy is None:
-            raise WrongShapeError(
-                f"{name}: has {columns.size} of the {end} pages of its text; a cache needs "
-                "`retention` to hold such a text"
-            )
-        if ours != size:
-            raise WrongShapeError(f"{change}: some of the text was evicted")
-        return pages
-    if not end:
-        return {}
-    _require(columns.size > 0 and columns[-1] == end - 1, "positions: the end is missing")
-    _require(columns.size == end - columns[0], "positions: pages are missing")
-    begin = int(columns[0]) * size  # the first position stored
-    needed = 0 if window is None else max(0, length - window)
-    spare = 0 if window is None else max(0, length - window - config.rollback)
-    _require(begin <= needed, f"group {group} begins at {begin}, {needed} is needed")
-    first = max(-(-begin // ours), spare // ours)
-    if ours == size:
-        return {kind: _from(first, *found) for kind, found in pages.items()}
-    if first * ours > needed:
-        raise WrongShapeError(f"{change}: the stored tokens begin at {begin}, inside a page")
-    ((kind, (_, parts)),) = pages.items()
-    parts = storage.repage(parts, first * ours - begin, length - first * ours, ours)
-    return {kind: (np.arange(first, -(-length // ours)), parts)}
 
 
 def _from(first: int, columns: Ints, parts: Parts) -> tuple[Ints, Parts]:

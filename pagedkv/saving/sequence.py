@@ -29,7 +29,7 @@ from pagedkv.storage.states import StateStorage
 
 from . import format as files
 from . import state
-from .match import FINGERPRINTS, Saved, match, shape_of
+from .match import FINGERPRINTS, Found, Saved, shape_of
 
 # ------------------------------------------------------------------ to a file
 
@@ -94,8 +94,7 @@ def read(
     path: str | os.PathLike[str], storage: Storage, config: CacheConfig, fingerprint: bytes
 ) -> Saved:
     """A file's sequence, if it is whole and fits a cache whose model has that fingerprint."""
-    header, tensors = files.read(path)
-    return match(header, tensors, storage, config, fingerprint, str(path))
+    return Found(*files.read(path), str(path), storage, config).text(fingerprint)
 
 
 def load(
