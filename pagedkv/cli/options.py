@@ -35,25 +35,14 @@ FLAGS = {
 
 # Fields that --cache accepts; other fields follow from the model or have an option of their own.
 CACHE = (
-    "retention",
-    "budget",
-    "keep",
-    "read_tokens",
-    "host_tokens",
-    "growth_step",
-    "high_water",
-    "low_water",
-    "max_sequences",
-    "max_states",
-)
+    "retention", "budget", "keep", "read_tokens", "host_tokens", "growth_step", "high_water",
+    "low_water", "max_sequences", "max_states",
+)  # fmt: skip
 
 # Options that --set refuses, because their values are Python objects.
-OBJECTS = (
-    "generation_config",
-    "logits_processor",
-    "prefix_allowed_tokens_fn",
-    "stopping_criteria",
-)
+OBJECTS = {
+    "generation_config", "logits_processor", "prefix_allowed_tokens_fn", "stopping_criteria",
+}  # fmt: skip
 
 
 def one_of(option: str, given: list[str]) -> str | None:

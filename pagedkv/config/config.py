@@ -39,21 +39,11 @@ if TYPE_CHECKING:
 
 # Fields that follow from others where they are not given.
 _FOLLOW = (
-    "page_size",
-    "max_sequences",
-    "max_sequence_length",
-    "max_step_tokens",
-    "groups",
-    "max_states",
-)
-_SIZES = (
-    "num_layers",
-    "num_kv_heads",
-    "head_dim",
-    "max_tokens",
-    "page_size",
-    "max_sequences",
-)
+    "page_size", "max_sequences", "max_sequence_length", "max_step_tokens", "groups", "max_states",
+)  # fmt: skip
+# Whole numbers: of at least 1, and of at least 0, where None is 0.
+_SIZES = "num_layers", "num_kv_heads", "head_dim", "max_tokens", "page_size", "max_sequences"
+_LIMITS = "max_sequence_length", "max_step_tokens", "rollback", "host_tokens", "max_states"
 
 
 @dataclass(frozen=True)
@@ -140,13 +130,7 @@ class CacheConfig(Sizes):
             object.__setattr__(self, "max_sequences", most)
         for name in _SIZES:
             require_int(name, getattr(self, name), 1)
-        for name in [
-            "max_sequence_length",
-            "max_step_tokens",
-            "rollback",
-            "host_tokens",
-            "max_states",
-        ]:
+        for name in _LIMITS:
             if getattr(self, name) is None:
                 object.__setattr__(self, name, 0)
             require_int(name, getattr(self, name), 0)
