@@ -82,8 +82,8 @@ class HostStorage:
                     for name, slab in slabs.items():
                         slab[at].copy_(by_page[name][here], non_blocking=True)
 
-    def bring(self, group: int, kind: int, hosts: Ints, pages: Ints) -> None:
-        """Copies host pages to device pages, counted within their group."""
+    def bring(self, group: int, kind: int, pages: Ints, hosts: Ints) -> None:
+        """Copies host pages back to device pages; arguments as for `keep`."""
         slabs = self._slab(group, kind)
         with self._copying(), self.into(pages.size * self.page_bytes(group, kind)):
             for part in self._chunks(group, kind, pages.size):

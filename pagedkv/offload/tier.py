@@ -8,7 +8,7 @@ was copied from.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -295,28 +295,25 @@ class HostTier:
     # ------------------------------------------------------------------ bytes
 
     def _copy_out(self, records: list[Recycled], hosts: Ints) -> None:
-        tables = self._tables
         pages = np.array([page.page for page in records], dtype=np.int64)
         segments = np.array([page.segment for page in records], dtype=np.int64)
-        for segment in np.unique(segments).tolist():
-            group, kind = divmod(segment, tables.kinds)
-            mine = segments == segment
-            places = hosts[mine] - self.pages.pool.base[segment]
-            self.storage.keep(group, kind, pages[mine] - tables.base[group], places)
+        self._copy(self.storage.keep, segments, pages, hosts)
 
     def _copy_in(self, restored: Restored, hosts: list[list[Ints]]) -> list[int]:
         """Fills fresh pages; returns the host page of each."""
-        tables = self._tables
         places = [int(hosts[i][group][which]) for group, i, which, _ in restored.fresh]
         pages = np.array([fresh.page for fresh in restored.fresh], dtype=np.int64)
-        there = np.array(places, dtype=np.int64)
-        segments = tables.pool.group_of[pages]
-        for segment in np.unique(segments).tolist():
-            group, kind = divmod(segment, tables.kinds)
-            mine = segments == segment
-            here = there[mine] - self.pages.pool.base[segment]
-            self.storage.bring(group, kind, here, pages[mine] - tables.base[group])
+        segments = self._tables.pool.group_of[pages]
+        self._copy(self.storage.bring, segments, pages, np.array(places, dtype=np.int64))
         return places
+
+    def _copy(self, copy: Callable[..., None], segments: Ints, pages: Ints, hosts: Ints) -> None:
+        """Calls a copy of `HostStorage` for the pages of each segment, and their host pages."""
+        for segment in np.unique(segments).tolist():
+            group, kind = divmod(segment, self._tables.kinds)
+            mine = segments == segment
+            places = hosts[mine] - self.pages.pool.base[segment]
+            copy(group, kind, pages[mine] - self._tables.base[group], places)
 
 
 def _note_reused(
