@@ -8,8 +8,6 @@ from math import inf
 from pathlib import Path
 from typing import Any
 
-import typer
-from rich.console import Console
 from typer.core import TyperCommand
 
 from pagedkv.names import POLICIES as BORROWED
@@ -19,9 +17,8 @@ from .errors import UsageError, require_apart
 from .option import MODEL, Given, Panel, takes
 from .options import DTYPES_SAID, dtype_of, kv_formats_of
 from .plan import KV_HELP, PAGE_SIZE_HELP
-from .report import INTERRUPTED, TERMINATED, USAGE
 from .screen import Screen
-from .signals import Ending
+from .start import console, running
 from .text_files import UNDECODED, text_of
 
 TITLES = "Texts", "What is tried", "Computation", "Output"
@@ -111,31 +108,29 @@ def quality(given: Given) -> None:
 
     pagedkv quality MODEL --text mine.txt --at-most 0.01
     """
-    console = Console(stderr=True, highlight=False, markup=False, emoji=False, soft_wrap=True)
-    with Ending() as ending:
+    with running() as command:
         try:
-            if given.at_most is not None and not 0 < given.at_most < inf:
-                raise UsageError(f"--at-most: expected nats above 0, got {given.at_most:g}")
-            if given.at_most is not None and not (
-                given.kv_format or given.retention or given.read_tokens
-            ):
-                given.kv_format, given.retention, given.combine = [*WISHED[0]], [*WISHED[1]], True
-            asked = combinations(given.kv_format, given.retention, given.read_tokens, given.combine)
-            texts = read_texts(given.text) if given.text else None
-            _require_outputs(given.plot, given.as_json, given.text or [])
-            given.dtype = dtype_of(given.dtype)
-            with Screen(console) as screen:
-                screen.doing("loading torch and transformers")
-                from .quality_run import run
-
-                code = run(given, asked, texts, screen)
-        except UsageError as error:
-            console.print(f"pagedkv: {error}", style="red")
-            code = USAGE
+            command.code = _measured(given)
         except KeyboardInterrupt:
             console.print("interrupted; nothing was measured to its end")
-            code = INTERRUPTED
-    raise typer.Exit(TERMINATED if ending.terminated and code == INTERRUPTED else code)
+            raise
+
+
+def _measured(given: Given) -> int:
+    """Checks what is asked, and measures it; returns the command's exit code."""
+    if given.at_most is not None and not 0 < given.at_most < inf:
+        raise UsageError(f"--at-most: expected nats above 0, got {given.at_most:g}")
+    if given.at_most is not None and not (given.kv_format or given.retention or given.read_tokens):
+        given.kv_format, given.retention, given.combine = [*WISHED[0]], [*WISHED[1]], True
+    asked = combinations(given.kv_format, given.retention, given.read_tokens, given.combine)
+    texts = read_texts(given.text) if given.text else None
+    _require_outputs(given.plot, given.as_json, given.text or [])
+    given.dtype = dtype_of(given.dtype)
+    with Screen(console) as screen:
+        screen.doing("loading torch and transformers")
+        from .quality_run import run
+
+        return run(given, asked, texts, screen)
 
 
 def combinations(
