@@ -63,7 +63,6 @@ SAMPLING_OPTIONS = (
         "--set NAME=VALUE",
         list[str] | None,
         "Any other option of transformers' generate, for example top_k=40.",
-        name="options",
     ),
 )
 GIVEN = "One prompt each; or give --file, or a pipe."
@@ -104,7 +103,7 @@ def generate(given: Given) -> None:
         chosen = {
             "max_new_tokens": given.max_new_tokens,
             **sampling_of(given.temperature, given.top_p, given.samples, given.stop),
-            **options_of(given.options or []),
+            **options_of(given.set or []),
         }
 
         def check(_: object, found: list[Prompt]) -> None:

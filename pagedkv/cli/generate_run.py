@@ -80,12 +80,9 @@ def generate(run: Run, loaded: Loaded) -> int:
         texts.flush()
     report(generator, pace.ended, screen, cut)
     for place, explanation in misses:
-        console.print(f"prompt {left[place]}: {explanation.told(partial(_quoted, tokenizer))}")
+        said = explanation.told(lambda ids: repr(tokenizer.decode(ids)))
+        console.print(f"prompt {left[place]}: {said}")
     return code or (SOME_FAILED if failed else DONE)
-
-
-def _quoted(tokenizer: Any, ids: tuple[int, ...]) -> str:
-    return repr(tokenizer.decode(ids))
 
 
 def _options(job: Job, prompts: list[Prompt], model: Any) -> dict[str, Any]:

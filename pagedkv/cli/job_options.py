@@ -20,7 +20,6 @@ PROMPT_OPTIONS = (
         "Prompts: a .txt has one a line; .jsonl, .json, .csv, .tsv and .parquet have them "
         f"in a column. For generate, columns {', '.join(OPTIONS)} set these options of their "
         "row. '-' is standard input.",
-        name="files",
     ),
     PROMPTS(
         "--column NAME",

@@ -42,28 +42,18 @@ class Panel:
     def __init__(self, title: str | None = None) -> None:
         self._title = title
 
-    def __call__(
-        self,
-        said: str,
-        type: Any,
-        help: str,
-        default: Any = None,
-        *,
-        name: str | None = None,
-        **more: Any,
-    ) -> Option:
-        """Makes an option.
+    def __call__(self, said: str, type: Any, help: str, default: Any = None, **more: Any) -> Option:
+        """Makes an option, which `Given` has by its first flag.
 
         Args:
             said: its flags, the long one first, and behind them a word for its value.
             default: its value where it is not given; of a switch False.
-            name: as `Option` has it; by default that of its first flag.
             more: what else `typer.Option` takes.
         """
         flags = [word for word in said.split() if word.startswith("-")]
         value = said.split()[len(flags) :]
         more |= {"help": help, "metavar": "".join(value), "rich_help_panel": self._title}
-        name = name or flags[0].split("/")[0].strip("-").replace("-", "_")
+        name = flags[0].split("/")[0].strip("-").replace("-", "_")
         if type is bool and default is None:
             default = False
         return Option(name, type, typer.Option(*flags, **more), default)

@@ -118,7 +118,7 @@ PLAN_OPTIONS = (
         "Room of the cache, in tokens of all sequences together. [dim]Default: all memory "
         "that is left.[/dim]",
     ),
-    PLAIN("--json", bool, "Print JSON, with sizes in bytes.", name="as_json"),
+    PLAIN("--json", bool, "Print JSON, with sizes in bytes."),
 )
 
 
@@ -137,7 +137,7 @@ def plan(given: Given) -> None:
         asked["kv_format"] = kv_formats(given.kv_format)
         asked["page_size"] = given.page_size or "auto"
         found = plan_memory(given.model, **asked)
-    typer.echo(found.to_json() if given.as_json else str(found))
+    typer.echo(found.to_json() if given.json else str(found))
 
 
 def as_options(message: str) -> str:

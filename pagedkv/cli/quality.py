@@ -91,7 +91,7 @@ QUALITY_OPTIONS = (
         "of --length tokens are read. [dim]0.01 is hardly ever seen.[/dim]",
     ),
     OUTPUT("--plot PICTURE", Path | None, "Draw the figures into a .png, .pdf or .svg."),
-    OUTPUT("--json FILE", Path | None, "Write all figures as JSON.", name="as_json"),
+    OUTPUT("--json FILE", Path | None, "Write all figures as JSON."),
 )
 
 
@@ -124,7 +124,7 @@ def _measured(given: Given) -> int:
         given.kv_format, given.retention, given.combine = [*WISHED[0]], [*WISHED[1]], True
     asked = combinations(given.kv_format, given.retention, given.read_tokens, given.combine)
     texts = read_texts(given.text) if given.text else None
-    _require_outputs(given.plot, given.as_json, given.text or [])
+    _require_outputs(given.plot, given.json, given.text or [])
     given.dtype = dtype_of(given.dtype)
     with Screen(console) as screen:
         screen.doing("loading torch and transformers")

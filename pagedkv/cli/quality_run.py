@@ -206,7 +206,7 @@ def _write(quality: Quality, given: Given, seconds: float, console: Console) -> 
     """Writes what is asked for beside the table."""
     name = given.model
     try:
-        if path := given.as_json:
+        if path := given.json:
             found = {"model": name, "seconds": round(seconds, 1), **asdict(quality)}
             found |= {"recommendation": quality.recommendation}
             path.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")

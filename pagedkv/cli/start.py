@@ -91,7 +91,7 @@ def start(
     Raises:
         UsageError: it cannot be run; nothing was computed.
     """
-    file = options.one_of("--file", given.files or [])
+    file = options.one_of("--file", given.file or [])
     arguments = given.prompts or []
     piped = file == "-" or not (file or arguments)
     part = None if given.shard is None else shard_of(given.shard, given.out)

@@ -71,7 +71,10 @@ def write_table(
     with replacing(Path(os.path.realpath(out))) as fresh:  # a link stays a link
         if (suffix := out.suffix.lower()) in TYPED:
             table = _table(rows, types, prompts, source)
-            (_write_parquet if suffix == ".parquet" else _write_arrow)(fresh, table)
+            if suffix == ".parquet":
+                parquet_of("--out", out).write_table(table, fresh)
+            else:
+                _write_arrow(fresh, table)
         else:
             _write_csv(fresh, [*_names(prompts, types), *types], rows)
     return len(rows)
@@ -89,10 +92,6 @@ def _write_csv(path: Path, names: list[str], rows: list[dict[str, Any]]) -> None
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow(names)
         writer.writerows([_as_text(row.get(name)) for name in names] for row in rows)
-
-
-def _write_parquet(path: Path, table: Any) -> None:
-    parquet_of("--out", path).write_table(table, path)
 
 
 def _write_arrow(path: Path, table: Any) -> None:
