@@ -170,7 +170,8 @@ def _operator(
     """`paged_attention` in the open step of the cache with this handle.
 
     The pages are no argument, so that a compiler neither copies them nor has to know that they
-    change: only the call that writes a layer's tokens reads them in this step.
+    change: only the call that writes a layer's tokens reads them in this step. As mutated
+    arguments they would be cloned, the whole pool at each call.
     """
     step = open_steps[handle]
     terms = _terms(q, scale, softcap, sinks)

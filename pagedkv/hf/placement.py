@@ -1,7 +1,8 @@
 """Where the layers of a model compute, so that their pages and states lie there as well.
 
 Accelerate's hooks move what a module is given to its device (`device_map`). Weights that it keeps
-elsewhere, in host memory or on disk, are brought to that device for the call.
+elsewhere, in host memory or on disk, are brought to that device for the call; `hf_device_map` has
+where they are kept, and nothing of what a caller hooked by hand.
 """
 
 from __future__ import annotations

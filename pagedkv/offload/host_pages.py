@@ -4,7 +4,8 @@
 order of reuse, and an index that finds pages by tokens. Pages of offloaded sequences are *owned*;
 the others are prefixes that would have been lost on the device, and the least recently used of them
 is reused first. A host page knows which device page it is a copy of, so that no page is copied
-twice, and no page is copied back that is still on the device.
+twice, and no page is copied back that is still on the device. Versions say so, not tokens: equal
+tokens that were computed in another batch may differ in their last bits.
 """
 
 from __future__ import annotations

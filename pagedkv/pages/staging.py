@@ -11,6 +11,10 @@ if a text was cut within one, `prepare` decodes it to a staging page before the 
 it copies a shared page.
 
 Invariant: complete pages of a sequence, but for the first, are coded.
+
+Three other ways were tried. Coding a page again when it changes lets errors grow. A dense tail
+outside of the table is forgotten by some operation: reorder, crop, batch selection. With three
+staging pages a sequence, 4 bits take more than a third of the bytes of 16 at 2,048 tokens.
 """
 
 from __future__ import annotations
