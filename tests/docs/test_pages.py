@@ -17,7 +17,7 @@ NOT_RUN = {
     "it needs outlines and llguidance, see tests/integrations/test_grammars.py": 1,
     "it needs xgrammar, see tests/integrations/test_grammars.py": 1,
     "needs a model that several processes can share out": 2,
-    "needs lm-evaluation-harness and its tasks": 3,
+    "needs lm-evaluation-harness and its tasks": 2,
     "needs a cluster": 1,
     "takes minutes": 1,
     "installs gigabytes": 1,
