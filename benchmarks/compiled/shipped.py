@@ -183,6 +183,10 @@ GLUON: dict[str, tuple[Heads, dict[str, Any], int]] = {  # and bytes that may sp
     "D128 p16": (Heads(), {}, 32),
     "D128 p64": (LARGE_PAGES, {}, 16),
     "D128 p16 window": (Heads(), {"window": 1024}, 24),
+    "D64 p16 sinks": (Heads(head_dim=64), {"window": 128, "sinks": True}, 16),
+    "D128 p16 softcap": (Heads(), {"softcap": 30.0}, 40),
+    "D256 p16": (Heads(8, 1, 256), {}, 16),
+    "D256 p64 all terms": (Heads(8, 4, 256, page=64), ALL_TERMS, 40),
 }
 
 # What the first hour on a card needs, one of each kind: compiled by every version that is served.
@@ -236,12 +240,20 @@ def shipped(arch: int) -> list[Shipped]:
     found += [
         Shipped(
             f"Gluon prefill {name}",
-            _by("_prefill_hopper", _tried, "gluon_prefill", _attend, heads, 100, terms),
+            _by(
+                "_prefill_hopper",
+                _tried,
+                ("gluon_prefill", "gluon_rest"),
+                _attend,
+                heads,
+                100,
+                terms,
+            ),
             buffers=0,
             mma="hgmma",
             stack=stack,
             int64_args=(),
-            hidden=64,  # all of a tile's but for those of the sums
+            hidden=32 if heads.head_dim == 256 else 64,  # all of a tile's but for those of the sums
         )
         for name, (heads, terms, stack) in GLUON.items()
         if arch == 90
@@ -275,7 +287,7 @@ def shipped(arch: int) -> list[Shipped]:
         *(Shipped(f"score columns {name}", _by("_score_columns", _score, one), 0, "hmma",
                   int64_args=("bounds_ptr",)) for name, one in (("D128", plain), ("latent", few))),
     ]  # fmt: skip
-    later = partial(_tried, "pdl")  # launched while the kernel before them ends
+    later = partial(_tried, ("pdl",))  # launched while the kernel before them ends
     found += (
         []
         if arch < proved.SINCE
@@ -302,9 +314,9 @@ def _by(kernel: str, call: Callable[..., None], *args: Any) -> Callable[[], Any]
     return partial(compiled_by, kernel, partial(call, *args))
 
 
-def _tried(name: str, call: Callable[..., None], *args: Any) -> None:
+def _tried(names: tuple[str, ...], call: Callable[..., None], *args: Any) -> None:
     """A call with what is off until a card has shown it right."""
-    with trying(name):
+    with trying(*names):
         call(*args)
 
 

@@ -19,7 +19,8 @@ from . import capacity, delta_rule
 # As with peers, `+plan` plans in every call: on the device, so that a graph captures it, too.
 APART = "ours-apart"  # a shared prefix is read by every row, as if nobody knew of it
 VARIANTS = ("ours", APART, "ours+plan")
-TRIED = {"ours-gluon": "gluon_prefill", "ours-pdl": "pdl"}  # names of `proved.py`
+# Names of `proved.py`.
+TRIED = {"ours-gluon": "gluon_prefill", "ours-gluon-rest": "gluon_rest", "ours-pdl": "pdl"}
 
 
 @contextmanager
@@ -109,9 +110,10 @@ def variants(case: Case) -> list[str]:
         return ["ours"]
     found = [name for name in VARIANTS if case.cell.shared or name != APART]
     arch = target_of(case.q.device).arch
-    waiting = [name for name, what in TRIED.items() if not proved.is_on(what, arch)]
-    if arch == 90:
-        found += [name for name in waiting if case.cell.decode is (name == "ours-pdl")]
+    prefill = "ours-gluon-rest" if case.cell.heads.d == 256 else "ours-gluon"
+    tried = "ours-pdl" if case.cell.decode else prefill
+    if arch == 90 and not proved.is_on(TRIED[tried], arch):
+        found.append(tried)
     return found
 
 

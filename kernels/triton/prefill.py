@@ -281,7 +281,9 @@ def plan(
 
 def _on_gluon(plan: Plan, scoring: Scoring, target: Target) -> ModuleType | None:
     """Returns `gluon/prefill.py` where it attends instead."""
-    if not is_on("gluon_prefill", target.arch):
+    has_terms = scoring.softcap is not None or scoring.sinks is not None
+    rest = has_terms or plan.geometry.head_dim == 256
+    if not is_on("gluon_rest" if rest else "gluon_prefill", target.arch):
         return None
     from .gluon import prefill as faster  # versions of Triton before 3.6 have less of Gluon
 

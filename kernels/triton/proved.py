@@ -1,6 +1,7 @@
 """Kernels that stay off until a run on a card has shown that they are right, and not slower.
 
-    gluon_prefill   the prefill kernel of `gluon/`
+    gluon_prefill   the prefill kernel of `gluon/`, of head dims 64 and 128
+    gluon_rest      the same of head dim 256, or where scores have sinks or a softcap
     pdl             programmatic dependent launch: a kernel starts while the one before it ends
 
 `make gpu` tries each, and notes those that passed in `proved.json`, by architecture.
@@ -17,7 +18,7 @@ from contextvars import ContextVar
 from pathlib import Path
 
 FILE = Path(__file__).with_name("proved.json")
-NAMES = ("gluon_prefill", "pdl")
+NAMES = ("gluon_prefill", "gluon_rest", "pdl")
 SINCE = 90  # compute capability, below which hardware has none of it
 TRY = "PAGEDKV_TRY"  # in the environment: names that are on without proof, separated by commas
 

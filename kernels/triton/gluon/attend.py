@@ -21,6 +21,34 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from .pages import barrier, blank, tiles
 
 GROUP_M: gl.constexpr = gl.constexpr(64)  # rows of a group of warps
+LOG2E: gl.constexpr = gl.constexpr(1.4426950408889634)
+LARGEST: gl.constexpr = gl.constexpr(1e36)  # stands for an infinite sink, whose distance is 0
+
+
+@gluon.jit
+def made(terms, SIZES: gl.constexpr):
+    """How scores are made of products: what a product is grown by, and the scale of what results.
+
+    A capped score is tanh(product x scale / softcap), times softcap. Its tanh takes the place of
+    the product, and softcap that of the scale.
+    """
+    if SIZES.softcap:
+        return terms.scale * (2 * LOG2E / terms.softcap), terms.softcap * LOG2E
+    else:
+        return 1.0, terms.scale
+
+
+@gluon.jit
+def before_tokens(terms, head, real, scale, S_LAYOUT: gl.constexpr):
+    """Largest product and sum of weights of rows that have seen no token, but may have a sink."""
+    ROWS: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
+    if terms.sinks is None:
+        top = gl.full([GROUP_M], float("-inf"), gl.float32, ROWS)
+        return top, gl.zeros([GROUP_M], gl.float32, ROWS)
+    else:
+        sink = gl.load(terms.sinks + head, mask=real, other=float("-inf")).to(gl.float32)
+        top = gl.minimum(sink * (LOG2E / scale), LARGEST)
+        return top, gl.where(top == float("-inf"), 0.0, 1.0)
 
 
 @gluon.jit
@@ -29,8 +57,8 @@ def _weights(
     position,  # [GROUP_M], of the queries
     start,
     window,
-    scale,
-    top,  # [GROUP_M], largest product so far
+    scores_by,  # from `made`
+    top,  # [GROUP_M], largest product so far, or tanh of one
     total,  # [GROUP_M], sum of weights so far
     dtype: gl.constexpr,
     MASKED: gl.constexpr,
@@ -39,6 +67,10 @@ def _weights(
     P_LAYOUT: gl.constexpr,
 ):
     """Weights of a tile, by what earlier sums fade, largest product and sum of weights."""
+    growth, scale = scores_by
+    if SIZES.softcap:
+        # tanh(x) = 1 - 2 / (exp(2x) + 1), which does not overflow into NaN.
+        scores = 1 - 2 / (gl.exp2(scores * growth) + 1)
     if MASKED:
         offs = gl.arange(0, SIZES.block_n, gl.SliceLayout(0, S_LAYOUT))
         token = gl.expand_dims(start + offs, 0)
@@ -66,7 +98,7 @@ def _steps(
     q,
     position,
     window,
-    scale,
+    scores_by,
     rings,
     anchor,
     MASKED: gl.constexpr,
@@ -93,7 +125,7 @@ def _steps(
         mbarrier.arrive(k_empty.index(place), count=1)
         start = (high - 1 - at) * SIZES.block_n
         weights, fade, top, total = _weights(
-            *(scores, position, start, window, scale, top, total),
+            *(scores, position, start, window, scores_by, top, total),
             *(k_ring.dtype, MASKED, SIZES, S_LAYOUT, P_LAYOUT),
         )
         if not MASKED:
@@ -113,9 +145,10 @@ def attend(
     q,
     found,  # from `item`
     position,
+    before,  # from `before_tokens`
     count,  # tiles attended before
     window,
-    scale,
+    scores_by,
     rings,
     anchor,
     SIZES: gl.constexpr,
@@ -139,11 +172,9 @@ def attend(
     barrier()
     mbarrier.arrive(k_empty.index(place), count=1)
     start = (high - 1) * SIZES.block_n
-    ROWS: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
-    top = gl.full([GROUP_M], float("-inf"), gl.float32, ROWS)
-    total = gl.zeros([GROUP_M], gl.float32, ROWS)
+    top, total = before
     weights, _, top, total = _weights(
-        *(scores, position, start, window, scale, top, total),
+        *(scores, position, start, window, scores_by, top, total),
         *(k_ring.dtype, True, SIZES, S_LAYOUT, P_LAYOUT),
     )
     mbarrier.wait(v_full.index(place), count // SIZES.stages % 2)
@@ -160,7 +191,7 @@ def attend(
     if SIZES.window:
         hidden = gl.cdiv(gl.maximum(first + queries - window, 0), SIZES.block_n)
         edge = gl.maximum(gl.minimum(steps, high - hidden), seen)
-    tail = high, q, position, window, scale, rings, anchor
+    tail = high, q, position, window, scores_by, rings, anchor
     state = _steps(state, 1, seen, *tail, True, SIZES, S_LAYOUT, O_LAYOUT)
     state = _steps(state, seen, edge, *tail, False, SIZES, S_LAYOUT, O_LAYOUT)
     if SIZES.window:

@@ -29,7 +29,7 @@ class Sizes(NamedTuple):
         block_n: tokens of a tile.
         stages: places of a ring.
         registers: of a thread that multiplies, and of one that copies.
-        window: whether there is one.
+        window, softcap: whether there is one.
     """
 
     num_heads: int
@@ -43,6 +43,7 @@ class Sizes(NamedTuple):
     stages: int
     registers: tuple[int, int]
     window: bool
+    softcap: bool
 
 
 @gluon.jit

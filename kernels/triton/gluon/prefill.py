@@ -25,7 +25,7 @@ from pagedkv.kernels.scoring import Scoring, ScoringKind
 from pagedkv.kernels.triton.launch import Geometry, Launcher, Layout, Target, in_units, target_of
 from pagedkv.kernels.triton.work_list import Work
 
-from .attend import GROUP_M, attend
+from .attend import GROUP_M, LARGEST, attend, before_tokens, made
 from .pages import Sizes, barrier, copy_tiles, item
 
 LN2: gl.constexpr = gl.constexpr(0.6931471805599453)
@@ -47,8 +47,12 @@ class Tuning(NamedTuple):
     copying: int
 
 
-# By head dim: 160 KiB each, and a tile or more on its way while one is attended.
-TUNING = {64: Tuning(128, 4, 232, 40), 128: Tuning(128, 2, 240, 24)}
+# By head dim: 160 KiB each, 192 of 256, and a tile or more on its way while one is attended.
+TUNING = {
+    64: Tuning(128, 4, 232, 40),
+    128: Tuning(128, 2, 240, 24),
+    256: Tuning(64, 2, 240, 24),
+}
 NUM_WARPS = 4  # of a group
 
 
@@ -61,7 +65,7 @@ def _multiply(
     mine,  # shared memory of the group
     rings,
     window,
-    scale,
+    terms,
     SIZES: gl.constexpr,
 ):
     """A group of warps: its rows of one item after another."""
@@ -77,6 +81,8 @@ def _multiply(
     dims = gl.expand_dims(gl.arange(0, DIM, gl.SliceLayout(0, LAYOUT)), 0)
     offs = GROUP * GROUP_M + gl.arange(0, GROUP_M, gl.SliceLayout(1, LAYOUT))
     rows = GROUP * GROUP_M + gl.arange(0, GROUP_M, gl.SliceLayout(1, S_LAYOUT))
+    scores_by = made(terms, SIZES)
+    scale = scores_by[1]
     count = 0
     for index in range(gl.program_id(0), total_items * SIZES.num_kv_heads, gl.num_programs(0)):
         found = item(items_ptr, total_items, index)
@@ -88,9 +94,11 @@ def _multiply(
         q_tile.store(gl.load(q_ptr + gl.expand_dims(where, 1) + dims, mask=real, other=0.0))
         fence_async_shared()
         barrier()
+        shares = kv_head * RATIO + rows % RATIO, rows // RATIO < new
+        before = before_tokens(terms, *shares, scale, S_LAYOUT)
         acc, total, top, count = attend(
-            *(q_tile, found, first + rows // RATIO, count, window, scale, rings, anchor),
-            *(SIZES, LAYOUT, S_LAYOUT, O_LAYOUT),
+            *(q_tile, found, first + rows // RATIO, before, count, window, scores_by),
+            *(rings, anchor, SIZES, LAYOUT, S_LAYOUT, O_LAYOUT),
         )
         safe = gl.where(total > 0, total, 1.0)
         share = gl.convert_layout(1.0 / safe, gl.SliceLayout(1, O_LAYOUT))
@@ -101,6 +109,8 @@ def _multiply(
         gl.store(out_ptr + gl.expand_dims(to, 1) + dims, q_tile.load(LAYOUT), mask=real)
         barrier()
         sums = gl.where(total > 0, (top * scale + gl.log2(safe)) * LN2, float("-inf"))
+        if terms.sinks is not None:
+            sums = gl.where(top == LARGEST, float("inf"), sums)
         to = (token + rows // RATIO).to(gl.int64) * SIZES.num_heads + kv_head * RATIO + rows % RATIO
         gl.store(lse_ptr + to, sums, mask=rows // RATIO < new)
 
@@ -119,7 +129,7 @@ def _prefill_hopper(
     q_stride_t,
     q_stride_h,
     window,
-    scale,
+    terms,
     SIZES: gl.constexpr,
 ):
     """Programs of two groups that multiply, and a warp that copies for both."""
@@ -148,8 +158,8 @@ def _prefill_hopper(
     source = table_ptr, table_stride, k_desc, v_desc
     gl.warp_specialize(
         [
-            (_multiply, (0, work, queries, results, first, rings, window, scale, SIZES)),
-            (_multiply, (1, work, queries, results, second, rings, window, scale, SIZES)),
+            (_multiply, (0, work, queries, results, first, rings, window, terms, SIZES)),
+            (_multiply, (1, work, queries, results, second, rings, window, terms, SIZES)),
             (copy_tiles, (work, source, rings, SIZES)),
         ],
         [4, 1],
@@ -170,8 +180,6 @@ def serves(geometry: Geometry, scoring: Scoring, target: Target) -> bool:
         and geometry.page % 16 == 0  # the least of what is copied at once, see `Sizes.box`
         and _is_grid(geometry.k)
         and _is_grid(geometry.v)
-        and scoring.softcap is None
-        and scoring.sinks is None
         and scoring.scale > 0
     )
 
@@ -207,7 +215,7 @@ def paged_attention(
         (target.processors, 1, 1),
         *(q, _grid(k_pages.data, sizes.box), _grid(v_pages.data, sizes.box), page_table),
         *(work.items, work.total, out, lse),
-        *(page_table.stride(0), *in_units("q", q), window, terms.scale),
+        *(page_table.stride(0), *in_units("q", q), window, terms),
     )
 
 
@@ -232,5 +240,6 @@ def _launcher(geometry: Geometry, kind: ScoringKind, target: Target) -> Launcher
         stages=tune.stages,
         registers=(tune.multiplying, tune.copying),
         window=kind.window,
+        softcap=kind.softcap,
     )
     return Launcher(_prefill_hopper, target, {"SIZES": sizes}, NUM_WARPS, tune.stages)

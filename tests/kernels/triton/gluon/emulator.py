@@ -397,9 +397,16 @@ class Launcher:
     def __call__(self, grid: tuple[int, int, int], *args: Any) -> None:
         global _programs
         _programs = grid[0]
-        given = [Pointer.to(arg) if isinstance(arg, Tensor) else arg for arg in args]
+        given = [_given(arg) for arg in args]
         for _program.number in range(grid[0]):
             self.kernel(*given, **self.static)
+
+
+def _given(arg: Any) -> Any:
+    """An argument as kernels see it; terms of scores are a tuple."""
+    if isinstance(arg, tuple):
+        return arg.__class__(*map(_given, arg))
+    return Pointer.to(arg) if isinstance(arg, Tensor) else arg
 
 
 @contextmanager

@@ -1,5 +1,6 @@
 """The prefill of Hopper against the float64 twin, in threads instead of warps."""
 
+import math
 import shutil
 
 import pytest
@@ -65,6 +66,12 @@ SHAPES = {
     "K and V side by side, pages of 64": {"dim": 64, "page": 64, "layout": "K and V side by side"},
     "pages of 256": {"dim": 128, "page": 256},
     "float16": {"dim": 64, "dtype": torch.float16},
+    "D=256, tiles of 64 tokens": {"heads": 4, "groups": 2, "dim": 256},
+}
+TERMS = {
+    "sinks": {"sinks": True},
+    "a softcap": {"softcap": 5.0},
+    "all, D=256": {"window": 33, "softcap": 20.0, "sinks": True, "dim": 256},
 }
 
 
@@ -72,6 +79,25 @@ SHAPES = {
 def test_heads_pages_and_layouts_agree_with_the_twin(hopper, shape):
     step = step_of(ROWS["behind two tiles"], **{"dtype": torch.bfloat16} | SHAPES[shape])
     check(step, attend(hopper, step))
+
+
+@pytest.mark.parametrize("terms", TERMS)
+def test_terms_of_scores_agree_with_the_twin(hopper, terms):
+    """Rows without a token see their sinks alone."""
+    rows = [(40, 300), *ROWS["rows with fewer tokens than are new, or none"]]
+    step = step_of(rows, heads=6, groups=2, **{"dim": 64, "dtype": torch.bfloat16} | TERMS[terms])
+    check(step, attend(hopper, step))
+
+
+def test_sinks_may_be_infinite(hopper):
+    step = step_of(
+        [(40, 300), (20, 0)], heads=4, groups=1, dim=64, dtype=torch.bfloat16, sinks=True
+    )
+    step.options["sinks"].copy_(torch.tensor([-math.inf, math.inf, 1e30, -1e30]))
+    out, lse = attend(hopper, step)
+    assert (lse[:, 1] == math.inf).all()
+    assert not out[:, 1].any()
+    check(step, (out, lse))
 
 
 @pytest.mark.parametrize("rows", ROWS)
@@ -127,8 +153,8 @@ MUTANTS = {
     "another phase": ("pages", "// SIZES.stages % 2 ^ 1", "// SIZES.stages % 2"),
     "no fence behind the queries": (
         "prefill",
-        "        fence_async_shared()\n        barrier()\n        acc",
-        "        barrier()\n        acc",
+        "        fence_async_shared()\n        barrier()\n        shares",
+        "        barrier()\n        shares",
     ),
     "a place of K that other warps may still read": (
         "attend",
@@ -137,8 +163,8 @@ MUTANTS = {
     ),
     "queries that other warps have not stored yet": (
         "prefill",
-        "        fence_async_shared()\n        barrier()\n        acc",
-        "        fence_async_shared()\n        acc",
+        "        fence_async_shared()\n        barrier()\n        shares",
+        "        fence_async_shared()\n        shares",
     ),
     "sums that other warps have not stored yet": (
         "prefill",
@@ -196,10 +222,9 @@ def test_what_has_no_kernel_is_not_served(hopper):
     assert serves()
     assert serves(window=100)
     assert serves(page=48)
+    assert serves(dim=256, softcap=30.0, sinks=True)
     assert not serves(HOPPER._replace(arch=100))
     assert not serves(dim=80)
     assert not serves(page=8)
     assert not serves(dtype=torch.float32)
-    assert not serves(softcap=30.0)
-    assert not serves(sinks=True)
     assert not serves(scale=-1.0)
