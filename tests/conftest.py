@@ -91,10 +91,16 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
         )
 
 
-def pytest_collection_finish() -> None:
-    """Freezes the objects that exist by now: a collector looks through them for half a second."""
-    gc.collect()
-    gc.freeze()
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Keeps the collector of garbage from the objects of all cases: it would look for seconds."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+        gc.collect()
+        gc.freeze()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
@@ -108,7 +114,9 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 def seed() -> None:
     # The floors that work without torch are tested where there is none, too.
     if torch := sys.modules.get("torch"):
-        torch.manual_seed(0)
+        # Torch notes the whole stack of who seeds devices that are not there.
+        here = torch.cuda.is_available()
+        (torch.manual_seed if here else torch.default_generator.manual_seed)(0)
 
 
 @pytest.fixture(scope="session", autouse=True)

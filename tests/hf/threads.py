@@ -40,6 +40,7 @@ def rows_alone():
 def shared(model) -> Iterator[PagedKVCache]:
     """The pages of a model, which nobody holds any of afterwards, nor waits for."""
     before = attention_of(model)
+    gc.freeze()  # what is there by now: a collector looks through it for a quarter of a second
     with PagedCache(model, **SIZES) as keeper:
         yield keeper.kv
         gc.collect()
