@@ -19,6 +19,7 @@ Triton decides while it is imported whether kernels are interpreted: tests/conft
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -318,6 +319,8 @@ def _repair_loops() -> None:
 
 _patched: set[int] = set()  # the globals of functions for which this launch patched the language
 _numpy_dtypes: dict[str, np.dtype] = {}
+_block_types: dict[tuple[Any, ...], dict[str, Any]] = {}  # their attributes, by their arguments
+_builtins: dict[Any, list[tuple[str, Any]]] = {}
 
 
 def _patch_lang(original, function):
@@ -328,6 +331,16 @@ def _patch_lang(original, function):
     return original(function)
 
 
+def _patch_builtin(original, package, builder, *scope):
+    known = _builtins.setdefault(package, [])
+    if not known:
+        members = inspect.getmembers(package)
+        known += [(name, member) for name, member in members if tl.core.is_builtin(member)]
+    for name, member in known:
+        if getattr(package, name) is member:  # not patched yet by this launch
+            triton_interpreter._patch_attr(package, name, member, builder, *scope)
+
+
 def _get_np_dtype(original, dtype):
     name = dtype.scalar.name
     if name not in _numpy_dtypes:
@@ -335,6 +348,27 @@ def _get_np_dtype(original, dtype):
     return _numpy_dtypes[name]
 
 
+def _make_block_type(original, made, element_ty, shape):
+    key = (element_ty.name, *(getattr(x, "value", x) for x in shape))
+    if key not in _block_types:
+        original(made, element_ty, shape)
+        _block_types[key] = made.__dict__
+    made.__dict__ = _block_types[key]
+
+
+def _make_tensor(original, made, handle, kind):
+    known = kind.__dict__.get("_of_tensors")
+    if known is None:
+        original(made, handle, kind)
+        kind._of_tensors = made.shape, made.numel, made.dtype
+    else:
+        made.handle, made.type = handle, kind
+        made.shape, made.numel, made.dtype = known
+
+
 def _hurry() -> None:
     _patch(triton_interpreter, "_patch_lang", _patch_lang)
+    _patch(triton_interpreter, "_patch_builtin", _patch_builtin)
     _patch(triton_interpreter, "_get_np_dtype", _get_np_dtype)
+    _patch(tl.block_type, "__init__", _make_block_type)
+    _patch(tl.tensor, "__init__", _make_tensor)
