@@ -11,15 +11,7 @@ from pagedkv.kernels.triton import ahead
 JOBS = [ahead.Job("pagedkv.kernels.triton.copy", name, (), (), ()) for name in ("_none", "_nor")]
 
 
-def test_a_kernel_that_does_not_compile_is_told_by_name():
-    for done, job in zip(ahead.compile_all(JOBS, 90, workers=1), JOBS):
-        assert done.job == job
-        assert not done.cached
-        assert job.kernel in done.error
-        assert "has no attribute" in done.error
-
-
-def test_a_process_that_dies_takes_only_its_own_kernels_with_it(monkeypatch):
+def test_what_does_not_compile_is_told_by_name_and_a_death_takes_its_own_kernels_alone(monkeypatch):
     run = ahead.subprocess.run
 
     def dies(command, **options):
@@ -29,6 +21,9 @@ def test_a_process_that_dies_takes_only_its_own_kernels_with_it(monkeypatch):
     monkeypatch.setattr(ahead.subprocess, "run", dies)
     first, second = ahead.compile_all(JOBS, 90, workers=2)
     assert "ended with -6" in first.error
+    assert second.job == JOBS[1]
+    assert not second.cached
+    assert JOBS[1].kernel in second.error
     assert "has no attribute" in second.error
 
 

@@ -32,7 +32,7 @@ def named(value):
 
 # Around pages of 16 and tiles of 32; drafts and chunks that begin, end and fill within pages.
 SINGLE = [(1, 1), (1, 16), (1, 17), (1, 33), (1, 130), (1, 0)]
-MIXED = [(1, 33), (7, 37), (16, 32), (5, 97), (17, 17), (40, 90), (33, 64)]
+MIXED = [(1, 33), (7, 37), (16, 32), (5, 97), (17, 17), (40, 90)]
 
 
 # Each format in both halves, with itself and beside another.

@@ -13,6 +13,7 @@ import triton.language as tl
 from pagedkv.kernels.formats import FORMATS
 from pagedkv.kernels.torch.codes import decode as decoded
 from pagedkv.kernels.triton import codes, decode, prefill
+from tests.effort import each_value
 from tests.kernels.steps import DEVICE, EACH, coded, step_of
 from tests.kernels.triton_cases import HALF
 from tests.kernels.truth import check
@@ -68,8 +69,9 @@ def test_every_word_holds_what_the_format_says(name, packed, dtype):
     assert torch.equal(found[numbers], known[numbers])
 
 
-@pytest.mark.parametrize("pair", [*EACH, ("int8", "int4_token")], ids="/".join)
-@pytest.mark.parametrize("dtype", HALF, ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "pair"), each_value(HALF, [*EACH, ("int8", "int4_token")]), ids=str
+)
 def test_attention_over_them_agrees_with_the_truth(monkeypatch, dtype, pair):
     for module in (decode, prefill):
         tuning = module.tuning

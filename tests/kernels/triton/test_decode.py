@@ -8,7 +8,7 @@ pytest.importorskip("triton")
 from pagedkv.kernels.triton import decode
 from tests.effort import each_value, few, slow
 from tests.kernels.steps import step_of
-from tests.kernels.triton_cases import HALF, with_half
+from tests.kernels.triton_cases import FEATURES, HALF, OFTEN, with_half
 from tests.kernels.truth import attend, check
 
 
@@ -45,27 +45,13 @@ def test_any_heads_pages_and_lengths_agree_with_the_twin(shape, dtype):
     check(step_of(rows, **sizes, dtype=dtype))
 
 
-FEATURES = {
-    "a window of one token": {"window": 1},
-    "a window within a page": {"window": 5},
-    "a window of a page and one": {"window": 17},
-    "a window of a tile": {"window": 32},
-    "a window of several tiles": {"window": 100},
-    "a window that nothing leaves": {"window": 500},
-    "sinks": {"sinks": True},
-    "a softcap": {"softcap": 30.0},
-    "a softcap that bends everything": {"softcap": 0.3},
-    "a scale": {"scale": -1.5},
-    "all, in a narrow window": {"window": 3, "sinks": True, "softcap": 2.0, "scale": 0.7},
-    "all, in a wide window": {"window": 90, "sinks": True, "softcap": 5.0, "scale": 0.7},
-}
 # Steps of one token a row have kernels of their own.
 SINGLE = [(1, 1), (1, 130), (1, 33), (1, 64), (1, 210), (1, 0)]
 # More new tokens than the narrow windows are wide; lengths that end within a page and a tile.
 MIXED = [(1, 1), (1, 130), (4, 4), (7, 37), (5, 97), (1, 33), (16, 210)]
 
 
-@pytest.mark.parametrize(("feature", "dtype"), with_half(FEATURES), ids=str)
+@pytest.mark.parametrize(("feature", "dtype"), with_half(FEATURES, *OFTEN), ids=str)
 def test_every_way_to_make_scores_agrees_with_the_twin(feature, dtype):
     for rows in (SINGLE, MIXED):
         check(step_of(rows, dtype=dtype, heads=3, groups=1, **FEATURES[feature]))

@@ -8,7 +8,7 @@ pytest.importorskip("triton")
 from pagedkv.kernels.triton import prefill
 from tests.effort import few
 from tests.kernels.steps import step_of
-from tests.kernels.triton_cases import HALF, with_half
+from tests.kernels.triton_cases import FEATURES, HALF, OFTEN, with_half
 from tests.kernels.truth import attend, check
 
 # First chunks, chunks behind a past, around pages of 16, tiles of 32 tokens and of 32 queries.
@@ -33,25 +33,7 @@ def test_any_heads_pages_and_lengths_agree_with_the_twin(shape, dtype):
     check(step_of(rows, **sizes, dtype=dtype))
 
 
-FEATURES = {
-    "a window of one token": {"window": 1},
-    "a window within a page": {"window": 5},
-    "a window of a page and one": {"window": 17},
-    "a window of a tile, less one": {"window": 31},
-    "a window of a tile": {"window": 32},
-    "a window of a tile of tokens and one of queries": {"window": 64},
-    "a window with whole tiles that all see": {"window": 110},
-    "a window that nothing leaves": {"window": 500},
-    "sinks": {"sinks": True},
-    "a softcap": {"softcap": 30.0},
-    "a softcap that bends everything": {"softcap": 0.3},
-    "a scale": {"scale": -1.5},
-    "all, in a narrow window": {"window": 3, "sinks": True, "softcap": 2.0, "scale": 0.7},
-    "all, in a wide window": {"window": 90, "sinks": True, "softcap": 5.0, "scale": 0.7},
-}
-
-
-@pytest.mark.parametrize(("feature", "dtype"), with_half(FEATURES), ids=str)
+@pytest.mark.parametrize(("feature", "dtype"), with_half(FEATURES, *OFTEN), ids=str)
 def test_every_way_to_make_scores_agrees_with_the_twin(feature, dtype):
     rows = [(17, 17), (40, 170), (65, 66), (24, 210)]
     check(step_of(rows, dtype=dtype, heads=3, groups=1, **FEATURES[feature]))
@@ -103,8 +85,7 @@ def test_tiles_of_every_size_that_ships_agree_with_the_twin(monkeypatch, queries
     tuning = prefill.tuning
     changes = {"block_m": queries, "block_n": tokens}
     monkeypatch.setattr(prefill, "tuning", lambda *args: tuning(*args)._replace(**changes))
-    for window in (None, 100):
-        check(step_of([(17, 150), (90, 91)], page=32, window=window))
+    check(step_of([(17, 150), (90, 91)], page=32, window=100))  # which is one to the first alone
 
 
 # ------------------------------------------------------------------ laws

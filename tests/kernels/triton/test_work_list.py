@@ -14,6 +14,7 @@ from pagedkv.kernels.triton import decode, prefill
 from pagedkv.kernels.triton import work_list as work
 from pagedkv.kernels.triton.launch import NOT_THERE, Geometry
 from pagedkv.kernels.triton.work_list import Bounds, Cut
+from tests.effort import examples, sampled
 from tests.kernels.steps import DEVICE
 from tests.kernels.truth import poisoned_outputs
 
@@ -106,7 +107,8 @@ rows_of = st.lists(st.tuples(news, pasts), min_size=1, max_size=6)
     ratio=st.sampled_from([1, 2, 3, 5, 7, 8, 16, 32, 100]),
     slack=st.integers(0, 3),
 )
-@settings(max_examples=30)
+@sampled
+@settings(max_examples=examples(60, 12))
 def test_the_items_of_a_step_cover_each_visible_pair_once(rows, window, ratio, slack):
     rows = [(new, max(0, new + past)) for new, past in rows]
     lens, starts = lengths_of(rows)
