@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from pagedkv.config import StateLayer
 from tests.batch.jobs import Job, row
 from tests.cases import one_group
+from tests.effort import examples, sampled
 
 STATES = (StateLayer((((1,), "float32"),)),) * 2
 P = 4
@@ -52,7 +53,8 @@ def trees(draw):
     return prompts
 
 
-@settings(max_examples=40)
+@sampled
+@settings(max_examples=examples(80, 15))
 @given(trees(), st.integers(20, 40))  # so many that nobody leaves before those who wait for it join
 def test_of_any_tree_of_prompts_every_token_is_computed_once_and_states_kept_where_they_part(
     prompts, step_tokens
@@ -65,7 +67,8 @@ def test_of_any_tree_of_prompts_every_token_is_computed_once_and_states_kept_whe
     assert branches <= set(job.jobs.kept) <= branches | ends_of(job)
 
 
-@settings(max_examples=40)
+@sampled
+@settings(max_examples=examples(80, 15))
 @given(
     prompts=trees(),
     step_tokens=st.integers(1, 20),

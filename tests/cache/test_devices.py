@@ -112,7 +112,7 @@ def test_layers_on_two_devices_attend_as_on_one(kind, devices):
 def test_a_walk_over_two_devices_agrees_with_a_model_of_lists(case, devices):
     source = random.Random(f"devices {case.name}")
     world = World(case, everything=False, device=placed(case.config))
-    for _ in range(examples(200, 40)):
+    for _ in range(examples(200, 30)):
         world.apply(random_op(source, case.config))
     world.verify(all_of_them=True)
     assert world.computed > 0

@@ -19,7 +19,7 @@ EVERY = [*CASES, *(case for case in STATEFUL if case.config.policy is None)]
 @pytest.mark.parametrize("case", [c if c.name in FAST else slow(c)[0] for c in EVERY])
 def test_what_comes_from_a_store_is_what_was_computed(case, folder, monkeypatch):
     make, found = stored_walks(monkeypatch, case, folder), 0
-    for seed in range(examples(12, taste=3)):
+    for seed in range(examples(12, taste=2)):
         world, source = make(), random.Random(seed)
         for _ in range(100):
             world.apply(random_op(source, world.config))

@@ -23,7 +23,7 @@ from tests.hf.tiny import assert_close, attention_of, named, prompts, tiny
     ("family", "threads"), each_value(["llama", "gemma3", "qwen3_next", "deepseek_v3"], [2, 4])
 )
 def test_each_thread_gets_what_the_model_alone_says(family, threads):
-    times = examples(30, 4)
+    times = examples(30, 2)
     with shared(case(family)[0]):
         run_all(*(partial(answers, place, times, family) for place in range(threads)))
 

@@ -89,7 +89,7 @@ def test_whatever_allocation_or_copy_fails_nothing_is_lost(name, monkeypatch):
         world.apply(op)
         reached += [index] * (faults.count - len(reached))
     failed = set()
-    for failing, at in list(enumerate(reached))[:: 1 + len(reached) // 80]:
+    for failing, at in list(enumerate(reached))[:: 1 + len(reached) // 40]:
         faults.count, faults.failing, faults.failed = 0, failing, ""
         world = World(case)
         for index, op in enumerate(ops[: at + 10]):

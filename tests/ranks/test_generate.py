@@ -42,7 +42,7 @@ def assert_alike(n, function, *args, **kwargs):
     return alone
 
 
-@pytest.mark.parametrize("n", [2, 3])
+@pytest.mark.parametrize("n", few([2, 3], 2))
 def test_whatever_is_drawn_is_drawn_alike(saved, n):
     calls = [{}, SAMPLED | {"seed": 5}, {"logprobs": True, "stop_strings": None}]
     found = run(n, f"{JOBS}:generate", saved("llama"), asked(), [*calls, SAMPLED])
@@ -63,7 +63,7 @@ def assert_same(results, others):
 
 
 @pytest.mark.parametrize("n", few([2, 3], 2))
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", few(FAMILIES, "gemma2", "mixtral", "gpt_oss ep", "deepseek_v3"))
 def test_every_family(saved, family, n):
     folder = saved(family.split()[0])
     assert_alike(n, "generate", folder, asked(), [{}], model=FAMILIES[family])
@@ -98,7 +98,7 @@ SIZES = {
 
 
 @pytest.mark.parametrize("n", few([2, 3], 2))
-@pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.parametrize("sizes", few(SIZES, "int8", "importance", "guesses"))
 def test_every_kind_of_pages(saved, sizes, n):
     long = {"max_new_tokens": 24}
     prompts = asked(5, 80 if "retention" in SIZES[sizes] else 14)
@@ -134,7 +134,7 @@ def test_a_draft_model_drafts_alike(saved):
         assert found[0][1]["drafted"] > 0
 
 
-@pytest.mark.parametrize("n", [2, 3])
+@pytest.mark.parametrize("n", few([2, 3], 3))
 def test_scores(saved, n):
     words = [[5, 6, 7], [8], [9, 10]]
     said, logprobs = jobs.score(saved("llama"), asked(), words)
@@ -145,7 +145,7 @@ def test_scores(saved, n):
         assert ours == pytest.approx(theirs, abs=1e-4)
 
 
-@pytest.mark.parametrize("n", [2, 3])
+@pytest.mark.parametrize("n", few([2, 3], 2))
 def test_stock_generate_over_a_paged_cache(saved, n):
     assert_alike(n, "stock", saved("llama"), asked())
     assert_alike(n, "stock", saved("llama"), asked(2), num_beams=2)

@@ -47,5 +47,5 @@ def test_a_walk_under_a_policy_is_told(case, tmp_path, monkeypatch):
 @pytest.mark.parametrize("case", STATES, ids=lambda case: case.name)
 def test_a_walk_with_states_is_told(case, tmp_path, monkeypatch):
     walked = recorded_world(monkeypatch, tmp_path / "a.trace", case)
-    walk(walked, examples(300, 80))
+    walk(walked, examples(300, 40))
     assert_same_pages(replay(tmp_path / "a.trace"), walked.cache)

@@ -236,8 +236,9 @@ def test_steps_have_no_more_than_the_width(model, monkeypatch, width):
 # ------------------------------------------------------------------ pages
 
 
-@pytest.mark.parametrize("family", sorted(MODELS))
-@pytest.mark.parametrize("sizes", [{}, {"host_tokens": 512}], ids=str)
+@pytest.mark.parametrize(
+    ("family", "sizes"), each_value(sorted(MODELS), [{}, {"host_tokens": 512}]), ids=str
+)
 def test_rows_that_are_put_back_draft_again(family, sizes, monkeypatch):
     from pagedkv.batch.running import Running
 
