@@ -60,19 +60,9 @@ def test_paged_attention_is_contiguous_attention(length, sizes):
     check(texts, run(cache_for(sizes), texts, all_at_once(texts)))
 
 
-def test_a_batch_of_very_different_lengths_is_attended_row_by_row(sizes):
-    texts = [text(sizes, n, seed=n) for n in (1, 40 * P + 3, P, 5, 3 * P + 1)]
-    check(texts, run(cache_for(sizes), texts, all_at_once(texts)))
-
-
 def test_prefill_then_decode_is_prefill_of_all(sizes):
     texts = [text(sizes, n + 12, seed=n) for n in LENGTHS]
     check(texts, run(cache_for(sizes), texts, prefill_then_decode(texts, 12)))
-
-
-def test_decode_from_nothing_is_prefill_of_all(sizes):
-    texts = [text(sizes, 2 * P + 3, seed=n) for n in range(3)]
-    check(texts, run(cache_for(sizes), texts, [[1, 1, 1]] * (2 * P + 3)))
 
 
 @pytest.mark.parametrize("chunk", [2, P - 1, P, P + 1, 3 * P])
@@ -93,13 +83,6 @@ def test_prefill_and_decode_mix_in_one_step(sizes):
         [5, 1, 7, 7, 1],
         [4, 10, 8, 1, 24],
     ]
-    check(texts, run(cache_for(sizes), texts, schedule))
-
-
-def test_speculative_widths_of_decode_are_causal_within_the_step():
-    sizes = Sizes()
-    texts = [text(sizes, 50, seed=n) for n in range(4)]
-    schedule = [[30, 31, 32, 33], [4, 4, 4, 4], [5, 1, 2, 3], [11, 14, 12, 10]]
     check(texts, run(cache_for(sizes), texts, schedule))
 
 

@@ -197,46 +197,28 @@ def in_place(weight):
         weight.mul_(-1.5)
 
 
-def through_data(weight):
-    weight.data.mul_(-1.5)
-
-
 def replaced(weight):
     weight.data = -1.5 * weight.data
 
 
-@pytest.mark.parametrize("change", [in_place, through_data, replaced])
-def test_changed_weights_are_packed_anew(change):
-    model = tiny()
-    rows = prompts(9, 13)
-    with packing(model) as batched:
-        first = tokens_of(batched, rows)
-        change(model.model.layers[0].mlp.down_proj.weight)
-        second = tokens_of(batched, rows)
-    with BatchGenerator(model, **SIZES, pack_weights=False) as plain:
-        plain.cache.clear_prefixes()
-        assert second == tokens_of(plain, rows) != first
+CHANGES = {
+    "in place": lambda model: in_place(model.model.layers[0].mlp.down_proj.weight),
+    "through data": lambda model: model.model.layers[0].mlp.down_proj.weight.data.mul_(-1.5),
+    "replaced": lambda model: replaced(model.model.layers[0].mlp.down_proj.weight),
+    "another layer": lambda model: setattr(model, "lm_head", nn.Linear(32, 101, bias=True).eval()),
+    "a pruned bias": lambda model: prune.l1_unstructured(  # which leaves the layer to itself
+        model.model.layers[0].self_attn.v_proj, "bias", 1.0
+    ),
+}
 
 
-def test_a_layer_put_in_the_place_of_another_is_multiplied_with():
-    model = tiny()
-    rows = prompts(9, 13)
-    with packing(model) as batched:
-        first = tokens_of(batched, rows)
-        model.lm_head = nn.Linear(32, 101, bias=True).eval()
-        second = tokens_of(batched, rows)
-    with BatchGenerator(model, **SIZES, pack_weights=False) as plain:
-        plain.cache.clear_prefixes()
-        assert second == tokens_of(plain, rows) != first
-
-
-def test_a_layer_whose_bias_is_pruned_is_left_alone(products):
+@pytest.mark.parametrize("change", CHANGES)
+def test_changed_weights_are_packed_anew(change, products):
     model, rows = tiny("qwen2"), prompts(9, 13)
-    layer = model.model.layers[0].self_attn.v_proj
-    nn.init.normal_(layer.bias)
+    nn.init.normal_(model.model.layers[0].self_attn.v_proj.bias)
     with packing(model) as batched:
         first = tokens_of(batched, rows)
-        prune.l1_unstructured(layer, "bias", 1.0)
+        CHANGES[change](model)
         second = tokens_of(batched, rows)
         assert products
     with BatchGenerator(model, **SIZES, pack_weights=False) as plain:

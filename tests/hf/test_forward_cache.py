@@ -53,15 +53,6 @@ def test_what_paged_attention_does_not_do_is_refused_and_the_cache_goes_on(case)
         cache.kv.check()
 
 
-def test_attention_weights_asked_of_generate_are_refused():
-    model = tiny()
-    with (
-        PagedCache(model, max_tokens=256) as cache,
-        pytest.raises(UnsupportedModelError, match="output_attentions"),
-    ):
-        generate(model, padded(prompts(6)), cache, output_attentions=True)
-
-
 @torch.no_grad()
 def test_hidden_states_are_not_refused():
     model = tiny()

@@ -7,7 +7,6 @@ from torch import Tensor
 from pagedkv.hf import PagedCache
 from tests.effort import each_value, examples, sampled
 from tests.hf.tiny import (
-    assert_close,
     assert_same_tokens,
     dense,
     generate,
@@ -28,22 +27,6 @@ def paged(model, page_size=4, **fields) -> PagedCache:
 
 
 # ------------------------------------------------------------------ ways of decoding
-
-
-@pytest.mark.parametrize(
-    ("heads", "kv_heads", "head_dim"), [(9, 3, 64), (4, 1, 256), (4, 4, 16), (6, 2, 20)]
-)
-def test_grouped_and_wide_heads(heads, kv_heads, head_dim):
-    model = tiny(
-        hidden_size=72 if heads == 9 else 24,
-        num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
-        head_dim=head_dim,
-    )
-    batch = padded(prompts(11, 3, 6, 8))
-    expected = generate(model, batch)
-    with paged(model) as cache:
-        assert_same_tokens(generate(model, batch, cache), expected)
 
 
 @pytest.mark.parametrize("returned", [1, 3])
@@ -209,21 +192,6 @@ def test_three_turns_on_one_cache(family, given):
             result.sequences = result.sequences[:, -10:]
             assert_same_tokens(actual, result)
         cache.kv.check()
-
-
-@torch.no_grad()
-def test_hand_written_loop_without_masks_or_positions(model):
-    (text,) = prompts(20)
-    reference, dense_cache = [], dense(model)
-    for piece in text[None].split([7, 1, 1, 5, 6], dim=1):
-        reference.append(model(piece, **named(dense_cache)).logits)
-    with paged(model) as cache:
-        logits = [
-            model(piece, **named(cache)).logits
-            for piece in text[None].split([7, 1, 1, 5, 6], dim=1)
-        ]
-    for actual, expected in zip(logits, reference):
-        assert_close(actual, expected)
 
 
 @pytest.mark.parametrize("inside", ["made", "prefilled", "used"])

@@ -157,28 +157,6 @@ def test_an_interrupt_within_prefill_leaves_pages_that_a_loop_of_ones_own_can_us
 # ------------------------------------------------------------------ several caches
 
 
-@torch.no_grad()
-def test_two_caches_of_one_model_taking_turns(model):
-    batches = [padded(prompts(9, 5)), padded(prompts(4, 13, 6))]
-    expected = [generate(model, batch) for batch in batches]
-    with PagedCache(model, **SIZES) as one, PagedCache(model, **SIZES) as two:
-        assert one.kv is two.kv, "one pool serves all caches of a model"
-        caches, masks = (one, two), [batch["attention_mask"] for batch in batches]
-        ids = [batch["input_ids"] for batch in batches]
-        texts = list(ids)
-        for _ in range(10):
-            for i, cache in enumerate(caches):
-                places = (masks[i].cumsum(1) - 1).clamp(min=0)[:, -ids[i].shape[1] :]
-                options = {"attention_mask": masks[i], "position_ids": places}
-                logits = model(ids[i], **named(cache), **options).logits
-                ids[i] = logits[:, -1:].argmax(-1)
-                texts[i] = torch.cat([texts[i], ids[i]], dim=1)
-                masks[i] = torch.cat([masks[i], torch.ones_like(ids[i])], dim=1)
-        one.kv.check()
-    for text, result in zip(texts, expected):
-        assert_same_tokens(type(result)(sequences=text), result)
-
-
 def test_caches_of_other_sizes_and_models_have_pages_of_their_own(model):
     other = tiny("gpt2")
     with (

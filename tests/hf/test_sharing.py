@@ -131,17 +131,6 @@ def test_fork_costs_no_page(llama):
             assert rows.stats().shared == live
 
 
-def test_prefix_cache_copied_for_each_prompt(model):
-    # The way transformers' documentation reuses a prefix: a deepcopy for every prompt.
-    (prefix,) = prompts(13)
-    with PagedCache.prefill(model, prefix, **sizes()) as shared:
-        for suffix in prompts(4, 7):
-            batch = {"input_ids": torch.cat([prefix, suffix])[None]}
-            expected = generate(model, batch)
-            assert_same_tokens(generate(model, batch, copy.deepcopy(shared)), expected)
-        assert shared.stats().sequences == 1
-
-
 def test_more_forks_than_sequences_are_refused_and_nothing_stays(llama):
     with PagedCache.prefill(llama, prompts(9)[0], **sizes(max_sequences=4)) as cache:
         with pytest.raises(TooManySequencesError):
