@@ -45,7 +45,7 @@ def pagedkv(tiny_path, tmp_path, monkeypatch):
     def run(words):
         words = [str(tiny_path) if word == "MODEL" else word for word in words]
         if words[0] == "quality":  # token by token
-            length = 128 if "--at-most" in words else examples(1024, 112)  # of 24 windows
+            length = 128 if "--at-most" in words else examples(1024, 128)  # of 24 windows
             words += ["--length", str(length)] if "--length" not in words else []
         for before, word in zip(["", *words], words):
             text = FILES.get(word, FILES.get(Path(word).suffix))
