@@ -57,47 +57,6 @@ def test_fork_copies_nothing_and_the_next_write_only_the_last_page():
     assert cache.stats().live == 2 + 3
 
 
-def test_fork_after_a_full_page_copies_nothing_even_when_written():
-    cache, text = make(), ids(8)
-    a = start(cache, text)
-    b = cache.fork(a)[0]
-    advance(cache, {a: [*text, 1], b: [*text, 2]})
-    assert (cache.stats().live, cache.stats().shared) == (4, 2)
-    assert_contents(cache, a, [*text, 1])
-    assert_contents(cache, b, [*text, 2])
-
-
-def test_a_fork_outlives_its_parent_and_an_empty_sequence_can_be_forked():
-    cache, text = make(), ids(10)
-    a = start(cache, text)
-    b = cache.fork(a)[0]
-    cache.free(a)
-    assert (cache.stats().live, cache.stats().shared) == (3, 0)
-    advance(cache, {b: [*text, 1]})
-    assert_contents(cache, b, [*text, 1])
-    empty = cache.add()
-    c, d = cache.fork(empty, 2)
-    advance(cache, {c: ids(5, 1), d: ids(5, 2)})
-    assert_contents(cache, empty, [])
-    assert_contents(cache, c, ids(5, 1))
-    assert_contents(cache, d, ids(5, 2))
-
-
-def test_many_texts_that_begin_alike_are_each_found_or_computed_right():
-    cache = make(max_tokens=64 * P, max_sequences=64)
-    texts = [[7, 7, 7, 7, 1, i, i, 5, i] for i in range(12)]
-    seqs = [start(cache, t) for t in texts]
-    assert cache.stats().shared == 1
-    for t in texts:
-        for n in (6, 7, 8, 9):
-            b = cache.add([*t[:n], 99])
-            assert cache.length(b) >= (n if n >= 8 else 5)
-            assert_contents(cache, b, t[: cache.length(b)])
-            cache.free(b)
-    cache.free(seqs)
-    cache.check()
-
-
 def test_all_owners_but_one_copy_when_all_write_in_one_step():
     cache, text = make(), ids(10)
     a = start(cache, text)
@@ -143,25 +102,6 @@ def test_a_writer_copies_when_another_owner_does_not_write():
     assert cache.stats().live == 2 + 3, "a sole owner writes in place"
 
 
-def test_owners_at_different_lengths_of_one_page_do_not_disturb_each_other():
-    cache, text = make(), ids(7)
-    a = start(cache, text)
-    b, c = cache.fork(a, 2)
-    cache.truncate(b, 5)
-    cache.truncate(c, 6)
-    for order in ([a, b, c], [c, b, a], [b, a, c]):
-        texts = {a: [*text, 1], b: [*text[:5], 2], c: [*text[:6], 3]}
-        step = cache.prepare(order, tokens=[texts[s][-1:] for s in order])
-        write_step(cache, step, [texts[s] for s in order])
-        cache.abort(step)
-        for seq, t in ((a, text), (b, text[:5]), (c, text[:6])):
-            assert_contents(cache, seq, t)
-    advance(cache, {a: [*text, 1], b: [*text[:5], 2], c: [*text[:6], 3]})
-    assert_contents(cache, a, [*text, 1])
-    assert_contents(cache, b, [*text[:5], 2])
-    assert_contents(cache, c, [*text[:6], 3])
-
-
 @pytest.mark.parametrize("config", [one_group(), two_groups(3)], ids=["full", "full and window"])
 @pytest.mark.parametrize("n", [2, 4, 7, 8, 9, 11])
 def test_a_prompt_found_whole_leaves_one_token_to_compute_and_nothing_to_write(n, config):
@@ -191,17 +131,6 @@ def test_a_prompt_found_whole_leaves_one_token_to_compute_and_nothing_to_write(n
     assert_contents(cache, b, [*text, 99])
 
 
-def test_a_prompt_found_but_for_its_last_token_writes_a_copy():
-    cache, text = make(), ids(7)
-    a = start(cache, text)
-    b = cache.add([*text[:-1], 99])
-    assert cache.length(b) == 6
-    advance(cache, {b: [*text[:-1], 99]})
-    assert_contents(cache, a, text)
-    assert_contents(cache, b, [*text[:-1], 99])
-    assert (cache.stats().live, cache.stats().shared) == (3, 1)
-
-
 @pytest.mark.parametrize(
     ("common", "hit"), [(0, 0), (1, 1), (3, 3), (4, 4), (6, 6), (8, 8), (9, 9)]
 )
@@ -216,25 +145,6 @@ def test_heads_of_full_and_of_partly_filled_pages_are_found(common, hit):
     assert_contents(cache, a, text)
     assert_contents(cache, b, other)
     cache.check()
-
-
-def test_a_longer_prompt_goes_on_where_the_cached_one_ends():
-    cache, text = make(), ids(10)
-    start(cache, text)
-    for more in (1, 2, 3, 7):
-        longer = text + ids(more, seed=more)
-        b = cache.add(longer)
-        assert cache.length(b) == 10
-        advance(cache, {b: longer})
-        assert_contents(cache, b, longer)
-
-
-def test_generated_tokens_are_found_too():
-    cache, text = make(), ids(5)
-    a = start(cache, text)
-    for n in range(6, 13):
-        advance(cache, {a: ids(n)})
-    assert cache.length(cache.add(ids(20))) == 12
 
 
 @pytest.mark.parametrize("accepted", [0, 1, 2, 3, 5])
@@ -342,20 +252,6 @@ def test_a_count_step_takes_ids_at_commit_whatever_is_uncached(with_prompt):
     cache.commit(step, tokens=[ids(5), ids(5, 1)])
     assert cache.length(cache.add([*ids(5), 9])) == 5
     assert cache.length(cache.add([*ids(5, 1), 9])) == 5
-
-
-def test_equal_texts_computed_side_by_side_stay_right_and_share_in_the_end():
-    cache, text = make(), ids(9)
-    a, b = cache.add(text), cache.add(text)
-    assert cache.length(b) == 0
-    with cache.step([a, b]) as step:
-        write_step(cache, step, [text, text])
-    cache.check()
-    for seq in (a, b):
-        assert_contents(cache, seq, text)
-    advance(cache, {a: [*text, 1], b: [*text, 2]})
-    assert_contents(cache, a, [*text, 1])
-    assert_contents(cache, b, [*text, 2])
 
 
 def test_hits_never_cross_salts():

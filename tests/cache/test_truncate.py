@@ -24,18 +24,6 @@ def test_truncate_to_any_length_and_go_on_differently(n):
     assert cache.length(cache.add([*other, 5])) == len(other)
 
 
-def test_truncate_of_one_owner_leaves_the_others_alone():
-    cache, text = make(), ids(10)
-    a = start(cache, text)
-    b = cache.fork(a)[0]
-    cache.truncate(a, 5)
-    assert cache.stats().live == 3
-    advance(cache, {a: [*text[:5], 99]})
-    assert_contents(cache, b, text)
-    assert_contents(cache, a, [*text[:5], 99])
-    assert cache.stats().live == 4, "the shared tail was copied"
-
-
 def test_what_a_truncate_cut_off_is_found_until_it_is_overwritten():
     cache, text = make(), ids(10)
     a = start(cache, text)
