@@ -180,30 +180,6 @@ def test_tokens_of_an_aborted_step_are_never_found():
     assert cache.stats().live == 0
 
 
-def test_a_sequence_fed_by_count_is_not_found_from_there_on():
-    cache, text = make(), ids(6)
-    a = start(cache, text)
-    with cache.step([a], num_new=3) as step:
-        write_step(cache, step, [ids(9)])
-    advance(cache, {a: ids(12)})  # with ids again, but after a hole
-    assert_contents(cache, a, ids(12))
-    b = cache.add(ids(12))
-    assert cache.length(b) == 6
-    assert_contents(cache, b, ids(6))
-
-
-@pytest.mark.parametrize("with_prompt", [False, True])
-def test_a_count_step_of_which_nothing_is_accepted_loses_nothing(with_prompt):
-    cache = make()
-    a, b = cache.add(ids(9) if with_prompt else None), cache.add()
-    step = cache.prepare([a, b], num_new=2)
-    write_step(cache, step, [ids(2), ids(2, 1)])
-    cache.commit(step, [0, 0])
-    advance(cache, {a: ids(9), b: ids(6, 1)})
-    assert cache.length(cache.add([*ids(9), 99])) == 9
-    assert cache.length(cache.add([*ids(6, 1), 99])) == 6
-
-
 def test_ids_given_at_commit_make_a_count_fed_step_findable():
     cache = make()
     a, b = cache.add(), cache.add()
@@ -215,15 +191,6 @@ def test_ids_given_at_commit_make_a_count_fed_step_findable():
     cache.commit(step, tokens=[5, 7])  # one each
     assert cache.length(cache.add([*ids(6), 99])) == 6
     assert cache.length(cache.add([1000, 7, 99])) == 2
-
-
-def test_prompt_ids_stay_findable_in_a_count_step_with_a_sequence_that_has_none():
-    cache = make()
-    a, b = cache.add(ids(9)), cache.add()
-    with cache.step([a, b], num_new=[8, 1]) as step:
-        write_step(cache, step, [ids(8), [5]])
-    assert cache.uncached(a).tolist() == [8]
-    assert cache.length(cache.add(ids(9))) == 8, "a took its ids from its prompt"
 
 
 def test_a_token_without_an_id_is_always_written():
@@ -308,18 +275,6 @@ def test_clear_prefixes_forgets_what_is_cached_and_what_is_live():
     advance(cache, {b: ids(10)})
     assert cache.length(cache.add([*ids(14), 99])) == 10
     assert_contents(cache, a, ids(14))
-
-
-def test_freed_pages_stay_findable_and_are_counted_as_cached():
-    cache, text = make(max_tokens=6 * P), ids(4 * P)
-    cache.free(start(cache, text))
-    stats = cache.stats()
-    assert (stats.live, stats.cached, stats.free) == (0, 4, 2)
-    a = cache.add([*text, 1])
-    assert cache.length(a) == 4 * P
-    stats = cache.stats()
-    assert (stats.live, stats.cached, stats.free) == (4, 0, 2)
-    assert_contents(cache, a, text)
 
 
 @pytest.mark.parametrize("taken", [2, 3, 4, 5, 6])

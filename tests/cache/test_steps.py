@@ -44,31 +44,6 @@ def test_abort_restores_lengths_tables_refcounts_and_bytes(config, debug):
     assert tables() == first
 
 
-@pytest.mark.parametrize("n", range(1, 10))
-def test_abort_after_a_truncate_leaves_the_truncated_text(n):
-    cache, text = make(), ids(10)
-    a = start(cache, text)
-    b = cache.fork(a)[0]
-    cache.truncate(a, n)
-    live = cache.stats().live
-    for _ in range(2):
-        step = cache.prepare([a], tokens=[ids(6, 1)])
-        write_step(cache, step, [text[:n] + ids(6, 1)])
-        cache.abort(step)
-        cache.check()
-        assert cache.stats().live == live
-        assert_contents(cache, a, text[:n])
-        assert_contents(cache, b, text)
-    cache.free(b)
-    step = cache.prepare([a], tokens=[ids(6, 1)])
-    write_step(cache, step, [text[:n] + ids(6, 1)])
-    cache.abort(step)
-    cache.check()
-    assert_contents(cache, a, text[:n])
-    c = cache.add([*text, 5])  # an aborted step has overwritten the rest
-    assert_contents(cache, c, text[: cache.length(c)])
-
-
 def test_lengths_move_in_commit_however_often_layers_write():
     cache = make()
     a = cache.add(ids(6))
@@ -96,25 +71,6 @@ def test_leaving_a_step_after_an_explicit_commit_or_abort_does_nothing():
     assert cache.length(a) == 3
     with pytest.raises(OpenStepError):
         cache.prepare([a], num_new=1)
-
-
-def test_a_prompt_may_be_fed_in_chunks():
-    cache, text = make(), ids(11)
-    a = cache.add(text)
-    done = 0
-    for chunk in (3, 1, 4, 2):
-        with cache.step([a], num_new=chunk) as step:
-            assert step.tokens.tolist() == text[done : done + chunk]
-            write_step(cache, step, [text[: done + chunk]])
-        done += chunk
-        assert cache.length(a) == done
-        assert cache.uncached(a).tolist() == text[done:]
-        assert_contents(cache, a, text[:done])
-    with cache.step([a]) as step:
-        assert step.tokens.tolist() == text[done:]
-        write_step(cache, step, [text])
-    assert cache.uncached(a).tolist() == []
-    assert cache.length(cache.add([*text, 5])) == 11
 
 
 def test_a_step_describes_itself():

@@ -79,28 +79,6 @@ def test_a_window_can_be_truncated_by_rollback_tokens_and_to_nothing(rollback):
     assert_contents(cache, a, ids(9, 1))
 
 
-def test_window_drops_follow_what_was_accepted():
-    cache = make(window_only(4))
-    a = start(cache, ids(8))
-    advance(cache, {a: ids(20)}, accepted=[1])
-    assert_contents(cache, a, ids(9))
-    assert cache.gather(a, 0)[0].shape[0] == 9 - P * ((9 - 4) // P)
-
-
-def test_a_hit_needs_only_the_window_in_a_window_group():
-    cache = make(two_groups(5, max_tokens=64))
-    a = start(cache, ids(24))
-    b = cache.add([*ids(24), 7])
-    assert cache.length(b) == 24
-    assert_contents(cache, b, ids(24))
-    advance(cache, {b: [*ids(24), 7], a: [*ids(24), 8]})
-    assert_contents(cache, a, [*ids(24), 8])
-    assert_contents(cache, b, [*ids(24), 7])
-    # Shorter: the window in front of position 12 was dropped, though the full group has it.
-    c = cache.add([*ids(12), 7])
-    assert_contents(cache, c, ids(cache.length(c)))
-
-
 def test_a_step_longer_than_the_window_pool_was_sized_for_is_refused_by_name():
     config = window_only(4, max_tokens=256, max_sequences=2, max_step_tokens=8)
     assert config.num_pages() == 2 * (1 + 2) + 2
