@@ -159,6 +159,8 @@ def paged_attention(
     window: int | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    distance_bias: Tensor | None = None,
     causal: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """Attention of every row's new tokens over the row's pages.
@@ -172,7 +174,9 @@ def paged_attention(
         kv_lens: `[B]`, int, tokens. Counts the new ones.
         query_start_loc: `[B + 1]`, int.
         sinks: `[H]`, a score per head that takes its share of the weights and has no value.
-        causal: if not, every query sees all tokens of its row; there is no window then.
+        alibi_slopes: `[H]`; a token d tokens in front of the query has slope * d less.
+        distance_bias: `[T, H, n]`, what such a token has more; nothing from n on.
+        causal: if not, every query sees all tokens of its row; there are no terms by distance then.
 
     Returns:
         Output `[T, H, D]` in the dtype of `q`, D that of V, and the log-sum-exp of the scores, the
@@ -204,6 +208,12 @@ def paged_attention(
             scores = torch.einsum("hd,nhd->hn", q[token].to(exact), k) * scale
             if softcap is not None:
                 scores = softcap * torch.tanh(scores / softcap)
+            if alibi_slopes is not None:
+                distance = torch.arange(last - first, -1, -1, device=q.device)
+                scores = scores - alibi_slopes.to(exact)[:, None] * distance
+            if distance_bias is not None:
+                near = distance_bias[token].to(exact)[:, : last - first + 1].flip(-1)
+                scores[:, -near.shape[1] :] += near
             lse[token] = torch.logaddexp(scores.logsumexp(-1), sink)
             weights = (scores - lse[token, :, None]).exp()
             out[token] = torch.einsum("hn,nhd->hd", weights, v).to(q.dtype)

@@ -26,22 +26,32 @@ class Scoring(NamedTuple):
     window: int | None = None
     softcap: float | None = None
     sinks: Tensor | None = None
+    alibi_slopes: Tensor | None = None
+    distance_bias: Tensor | None = None
 
     @property
     def plain(self) -> bool:
         """Whether torch's own attention makes such scores by itself, given a mask."""
         # It scales its mask along: minus infinity times 0 is NaN, times -1 what all would look at.
-        return self.softcap is None and self.sinks is None and self.scale > 0
+        return not (self.softcap is not None or self.tensors) and self.scale > 0
 
     @property
     def by_distance(self) -> bool:
         """Whether it matters how far in front of its query a token is."""
-        return self.window is not None
+        return self.window is not None or self.is_biased
+
+    @property
+    def is_biased(self) -> bool:
+        """Whether scores have a bias by distance, which needs the places of tokens in the text."""
+        return self.alibi_slopes is not None or self.distance_bias is not None
 
     @property
     def tensors(self) -> tuple[tuple[str, Tensor], ...]:
         """The terms that are tensors, each behind its name."""
-        return () if self.sinks is None else (("sinks", self.sinks),)
+        if self.sinks is None and not self.is_biased:
+            return ()  # what most layers ask for
+        terms = zip(self._fields[3:], self[3:])
+        return tuple((name, term) for name, term in terms if term is not None)
 
     # ------------------------------------------------------------------ what a caller gives
 
@@ -55,7 +65,7 @@ class Scoring(NamedTuple):
             ValueError, TypeError: a term that is no number, out of its range, or a tensor that does
                 not fit the queries.
         """
-        scale, _, softcap, sinks = self
+        scale, _, softcap, sinks, slopes, bias = self
         scale = _number("scale", scale)
         if not math.isfinite(scale):
             raise ValueError(f"scale: expected a finite number, got {scale}")
@@ -64,8 +74,12 @@ class Scoring(NamedTuple):
             if not 0 < softcap < math.inf:
                 raise ValueError(f"softcap: expected a positive number, got {softcap}")
         if sinks is not None:
-            _check_by_head("sinks", sinks, q)
-        return Scoring(scale, window, softcap, sinks)
+            _check_floats("sinks", sinks, q, "[H]", q.shape[1:2])
+        if slopes is not None:
+            _check_floats("alibi_slopes", slopes, q, "[H]", q.shape[1:2])
+        if bias is not None:
+            _check_floats("distance_bias", bias, q, "[T, H, n]", (*q.shape[:2], None))
+        return Scoring(scale, window, softcap, sinks, slopes, bias)
 
     def check_served(self, q: Tensor) -> None:
         """Raises for terms that kernels cannot compute, or read; `launch.py` knows of alignment."""
@@ -74,8 +88,8 @@ class Scoring(NamedTuple):
                 f"softcap: expected {SOFTCAPS[0]} to {SOFTCAPS[1]}, got {self.softcap}; "
                 "backend='torch' takes any"
             )
-        if self.sinks is not None:
-            _check_contiguous("sinks", self.sinks, q)
+        for name, term in self.tensors:
+            _check_contiguous(name, term, q)
 
     # ------------------------------------------------------------------ in plain torch
 
@@ -85,10 +99,20 @@ class Scoring(NamedTuple):
         Args:
             products: `[n, G, r, q, s]` float32, of the r query heads of a KV head; overwritten.
             query, token: positions, for terms by distance; they broadcast against products.
+                `distance_bias` is that of these queries, `[n, H, q, distances]`.
         """
         scores = products.mul_(self.scale)
         if self.softcap is not None:
             scores = self.softcap * torch.tanh(scores / self.softcap)
+        by_head = scores.shape[1:3]
+        if self.alibi_slopes is not None:
+            slopes = self.alibi_slopes.float().view(*by_head, 1, 1)
+            scores = scores.add_(slopes * (token - query))
+        if self.distance_bias is not None:
+            distance, bias = query - token, self.distance_bias.float().unflatten(1, by_head)
+            inside = (distance >= 0) & (distance < bias.shape[-1])
+            index = distance.clamp(0, bias.shape[-1] - 1).expand(scores.shape)
+            scores = scores.add_(bias.gather(-1, index).mul_(inside))
         return scores
 
     def hidden(self, query: Tensor, token: Tensor) -> Tensor:
@@ -103,10 +127,14 @@ class Scoring(NamedTuple):
     @property
     def kind(self) -> ScoringKind:
         """Returns the part of it that a kernel is compiled for."""
-        if self.window is None and self.softcap is None and self.sinks is None:
+        if self.window is None and self.softcap is None and not self.tensors:
             return ONLY_SCALED  # what most layers ask for; to make one takes longer
-        dtype = None if self.sinks is None else self.sinks.dtype
-        return ScoringKind(self.window is not None, self.softcap is not None, dtype)
+        terms = self.window is not None, self.softcap is not None
+        dtypes = (None if term is None else term.dtype for term in self[3:])
+        bias = self.distance_bias
+        if bias is None:
+            return ScoringKind(*terms, *dtypes)
+        return ScoringKind(*terms, *dtypes, bias.shape[2], bias.is_contiguous())
 
     def arguments(self) -> tuple[int, Terms]:
         """The window and the other terms as kernels take them at run time.
@@ -115,19 +143,28 @@ class Scoring(NamedTuple):
         """
         window = NO_WINDOW if self.window is None else min(self.window, NO_WINDOW)
         if self.softcap is None:
-            return window, Terms(self.scale * LOG2E, 0.0, self.sinks)
-        return window, Terms(float(self.scale), float(self.softcap), self.sinks)
+            return window, Terms(self.scale * LOG2E, 0.0, *self[3:])
+        return window, Terms(float(self.scale), float(self.softcap), *self[3:])
 
 
 class ScoringKind(NamedTuple):
-    """The terms that scores have; for sinks their dtype."""
+    """The terms that scores have; of tensors their dtype.
+
+    Attributes:
+        distances: how many a `distance_bias` has; 0 without one.
+        by_query: whether it differs by query, else by head alone.
+    """
 
     window: bool
     softcap: bool
-    sinks: torch.dtype | None
+    sinks: torch.dtype | None = None
+    alibi_slopes: torch.dtype | None = None
+    distance_bias: torch.dtype | None = None
+    distances: int = 0
+    by_query: bool = False
 
 
-ONLY_SCALED = ScoringKind(False, False, None)
+ONLY_SCALED = ScoringKind(False, False)
 
 
 class Terms(NamedTuple):
@@ -143,6 +180,8 @@ class Terms(NamedTuple):
     scale: float
     softcap: float
     sinks: Tensor | None
+    alibi_slopes: Tensor | None
+    distance_bias: Tensor | None
 
 
 def _number(name: str, value: Any) -> float:
@@ -152,24 +191,33 @@ def _number(name: str, value: Any) -> float:
         raise TypeError(f"{name}: expected a number, got {type(value).__name__}") from None
 
 
-def _check_by_head(name: str, term: Tensor, q: Tensor) -> None:
-    """Raises unless a term has a number for every query head, on the device of the queries."""
+def _check_floats(
+    name: str, term: Tensor, q: Tensor, axes: str, shape: tuple[int | None, ...]
+) -> None:
+    """Raises unless a term has this shape, None for any length, on the device of the queries."""
     if not isinstance(term, Tensor) or term.layout != torch.strided:
         got = term.layout if isinstance(term, Tensor) else type(term).__name__
         raise TypeError(f"{name}: expected a dense tensor, got {got}")
-    if term.shape != q.shape[1:2] or not term.is_floating_point():
+    expected = ["n" if length is None else length for length in shape]
+    fits = len(term.shape) == len(shape) and all(
+        has > 0 if length is None else has == length for has, length in zip(term.shape, shape)
+    )
+    if not fits or not term.is_floating_point():
         raise ValueError(
-            f"{name}: expected a float tensor of shape [H] = [{q.shape[1]}], got "
-            f"{term.dtype} {list(term.shape)}"
+            f"{name}: expected a float tensor of shape {axes} = {expected}".replace("'", "")
+            + f", got {term.dtype} {list(term.shape)}"
         )
     if term.device != q.device:
         raise ValueError(f"{name}: expected device {q.device}, got {term.device}")
 
 
 def _check_contiguous(name: str, term: Tensor, q: Tensor) -> None:
-    """Raises unless a kernel finds a number for every query head beside each other."""
-    if term.shape != q.shape[1:2] or term.stride(0) != 1:
+    """Raises unless a kernel finds a term's numbers side by side, of all queries or of each."""
+    own = term.shape == q.shape[1:2] if term.ndim == 1 else term.shape[:2] == q.shape[:2]
+    by_head = term.ndim == 3 and term.stride(0) == 0 and term[0].is_contiguous()
+    if not own or not (term.is_contiguous() or by_head):
+        expected = f"[H] = [{q.shape[1]}]" if term.ndim == 1 else "[T, H, n], or an expanded [H, n]"
         raise ValueError(
-            f"{name}: expected a contiguous [H] = [{q.shape[1]}], got {list(term.shape)} with "
+            f"{name}: expected a contiguous {expected}, got {list(term.shape)} with "
             f"strides {term.stride()}"
         )

@@ -75,8 +75,10 @@ class Heads(NamedTuple):
         return Pages(format, words, scales, staging)
 
 
-# A term that is True has a number for each head.
+# A term that is True has a number for each head; a bias by distance is said by how far it reaches.
 ALL_TERMS: dict[str, Any] = {"window": 1024, "softcap": 30.0, "sinks": True}
+SLOPES: dict[str, Any] = {"alibi_slopes": True}
+BIASED: dict[str, Any] = {"distance_bias": 1024}
 MASS: dict[str, Any] = {"mass": True}  # no term of scores, but what is noted down of weights
 ACROSS: dict[str, Any] = {"causal": False}  # nor this
 LARGE_PAGES = Heads(page=64)
@@ -97,6 +99,8 @@ DECODE: dict[str, tuple[Heads, int, dict[str, Any]]] = {
     "D128 p16 mass 8 queries": (Heads(), 8, MASS),
     "D128 int4 mass": (Heads(**INT4), 1, MASS),
     "D128 p16 all terms": (Heads(), 1, ALL_TERMS),
+    "D128 p16 slopes": (Heads(), 1, SLOPES),
+    "D128 p16 biased": (Heads(), 1, BIASED),
     "D128 p16 8 queries": (Heads(), 8, {}),
     "D128 p64 16 queries": (LARGE_PAGES, 16, {}),
     "D256 p16": (Heads(8, 1, 256), 1, {}),
@@ -136,6 +140,8 @@ PREFILL: dict[str, tuple[Heads, dict[str, Any]]] = {
     "D128 p16": (Heads(), {}),
     "D128 p64": (LARGE_PAGES, {}),
     "D128 p16 all terms": (Heads(), ALL_TERMS),
+    "D128 p16 slopes": (Heads(), SLOPES),
+    "D128 p16 biased": (Heads(), BIASED),
     "D256 p16": (Heads(8, 1, 256), {}),
     "D64 p16 fp32": (Heads(head_dim=64, dtype=FP32), {}),
     "D128 p16 fp32": (Heads(dtype=FP32), {}),
@@ -342,9 +348,11 @@ def _promise(arch: int, heads: Heads, new: int) -> dict[str, Any]:
     return {"buffers": 2, "mma": own, "repeats": 2 if wide or few else 1}
 
 
-def _scoring(heads: Heads, terms: dict[str, Any]) -> Scoring:
+def _scoring(heads: Heads, terms: dict[str, Any], tokens: int) -> Scoring:
     by_head = torch.zeros(heads.num_heads, dtype=heads.dtype)
     found = {name: by_head if term is True else term for name, term in terms.items()}
+    if distances := terms.get("distance_bias"):
+        found["distance_bias"] = torch.zeros(tokens, heads.num_heads, distances, dtype=heads.dtype)
     return Scoring(1.0, **{name: found[name] for name in found if name in Scoring._fields})
 
 
@@ -354,7 +362,7 @@ def _attend(heads: Heads, new: int, terms: dict[str, Any], prefixes: Any = ()) -
     lens = torch.full((2,), 4096, dtype=torch.int32)
     starts = torch.tensor([0, new, 2 * new], dtype=torch.int32)
     table = torch.zeros(2, 4096 // heads.page, dtype=torch.int32)
-    scoring = _scoring(heads, terms)
+    scoring = _scoring(heads, terms, len(q))
     shared = None
     if prefixes:
         cut = paged.cut_prefixes(prefixes, [new, new], heads.num_heads, k_pages, heads.dtype)

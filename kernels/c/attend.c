@@ -34,12 +34,14 @@ typedef struct {
     const void *q;         /* [T, H, D] of the same type as dense elements */
     void *out;             /* [T, H, D of V], contiguous */
     float *lse;            /* [T, H], or null */
-    const float *sinks;    /* [H], or null */
+    const float *sinks, *slopes; /* [H], or null */
+    const float *bias;     /* [T, H, distances], or null */
     const int32_t *table;  /* [B, columns] */
     const int32_t *chosen; /* [B, G, read], columns that a row reads, ascending; or null */
     const int64_t *num_new, *kv_lens; /* [B] */
     int64_t q_token, q_head, columns, read;
     int64_t rows, heads, groups, page_size, window; /* a window of 0: none */
+    int64_t bias_token, bias_head, distances;       /* strides of the bias, and how far it reaches */
     float scale, softcap;                           /* a softcap of 0: none */
     int32_t type, v_is_k, threads, causal; /* not causal: every query sees all of its row */
 } Call;

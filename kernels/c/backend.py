@@ -50,15 +50,19 @@ def write_kv(
         dense.write_kv(k, v, k_pages, v_pages, slots)
 
 
+BY_HEAD = "sinks", "alibi_slopes", "distance_bias"
+
+
 class Call(Structure):
     """The arguments of attention, as `Call` in attend.c."""
 
     _fields_ = [
         *((name, CPages) for name in ("k", "v")),
-        *((name, c_void_p) for name in ("q", "out", "lse", "sinks", "table", "chosen")),
+        *((name, c_void_p) for name in ("q", "out", "lse", *BY_HEAD, "table", "chosen")),
         *((name, c_void_p) for name in ("num_new", "kv_lens")),
         *((name, c_int64) for name in ("q_token", "q_head", "columns", "read")),
         *((name, c_int64) for name in ("rows", "heads", "groups", "page_size", "window")),
+        *((name, c_int64) for name in ("bias_token", "bias_head", "distances")),
         *((name, c_float) for name in ("scale", "softcap")),
         *((name, c_int32) for name in ("type", "v_is_k", "threads", "causal")),
     ]
@@ -120,16 +124,19 @@ def call_of(
     k, v = map(Pages.of, pages)
     q = q if q.stride(2) == 1 else q.contiguous()
     page_table = page_table if page_table.is_contiguous() else page_table.contiguous()
-    sinks = None if scoring.sinks is None else scoring.sinks.float().contiguous()
+    sinks, slopes, bias = (None if x is None else x.float() for x in scoring[3:])
+    by_head = (None if x is None else x.contiguous() for x in (sinks, slopes))
+    bias = bias if bias is None or bias.stride(2) == 1 else bias.contiguous()
+    by_distance = (0, 0, 0) if bias is None else (*bias.stride()[:2], bias.shape[2])
     num_new, kv_lens = (np.ascontiguousarray(x, np.int64) for x in (num_new, kv_lens))
-    tensors = q, *results, sinks, page_table, chosen
+    tensors = q, *results, *by_head, bias, page_table, chosen
     call = Call(
         *(in_c(x, q.dtype) for x in (k, v)),
         *(None if x is None else x.data_ptr() for x in tensors),
         *(num_new.ctypes.data, kv_lens.ctypes.data),
         *(q.stride(0), q.stride(1), page_table.shape[1], 0 if chosen is None else chosen.shape[2]),
         *(len(num_new), q.shape[1], k.data.shape[1], k.data.shape[2], scoring.window or 0),
-        *(scoring.scale, scoring.softcap or 0.0),
+        *(*by_distance, scoring.scale, scoring.softcap or 0.0),
         *(TYPES[q.dtype], is_view_of_k(*pages), torch.get_num_threads(), causal),
     )
     call.kept = tensors, num_new, kv_lens  # as long as C may read them

@@ -31,7 +31,7 @@ class Bound:
         new: of the first layer, as `binds` asks for; and `pages` its own.
         slots: of the new tokens.
         rows: the page table, new tokens of each row, and its length.
-        scoring: its terms, checked, without sinks.
+        scoring: its terms, checked, without tensors.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class Bound:
         """
         mine, call = self._scoring, self._call
         same = scoring.scale.__class__ is float and scoring.scale == mine.scale
-        if not same or scoring.softcap is not mine.softcap or scoring.sinks is not None:
+        if not same or scoring.softcap is not mine.softcap or scoring.tensors:
             return None
         if not all(like.fits(x) for like, x in zip(self._like, new)):
             return None

@@ -20,14 +20,16 @@ typedef struct {
     int64_t k_width, v_width; /* of decoded rows: head dims, up to whole vectors */
     float *q, *k, *v, *turned, *numbers, *weights, *weighed, *most, *total;
     float *held, *held_most, *held_total; /* of the parts before, as those are of this one */
-    int32_t *first, *last; /* tokens that each row sees */
+    int32_t *first, *last; /* tokens that each row sees; the last is its own, where distance counts */
+    float *slopes;         /* of each row */
+    const float **bias;    /* of each row, by distance */
     Soon k_soon, v_soon;
 } Scratch;
 
 /* Sizes of a thread's scratch, in floats; each begins at a whole vector. */
 static int64_t scratch_floats(const Call *call) {
     int64_t k = (call->k.dim + LANES - 1) / LANES * LANES, v = (call->v.dim + LANES - 1) / LANES * LANES;
-    return MANY * (k + 2 * v) + BLOCK * 2 * (k + v) + BLOCK * MANY + 6 * MANY;
+    return MANY * (k + 2 * v) + BLOCK * 2 * (k + v) + BLOCK * MANY + 9 * MANY;
 }
 
 static Scratch cut(const Call *call, float *memory) {
@@ -48,6 +50,8 @@ static Scratch cut(const Call *call, float *memory) {
     s.held_total = s.held_most + MANY;
     s.first = (int32_t *)(s.held_total + MANY);
     s.last = s.first + MANY;
+    s.slopes = (float *)(s.last + MANY);
+    s.bias = (const float **)(s.slopes + MANY);
     return s;
 }
 
@@ -63,15 +67,35 @@ static void begin_tile(const Call *call, const Task *task, const int64_t *starts
     empty(s->most, s->total, s->weighed, s->v_width);
     for (int64_t i = 0; i < MANY; i++) {
         s->first[i] = 0, s->last[i] = -1;
+        s->slopes[i] = 0.0f, s->bias[i] = call->bias;
         if (i >= task->count) continue;
         int64_t row = task->first + i, at = last_of(call, task->row, row / ratio);
         s->last[i] = (int32_t)at;
         s->first[i] = (int32_t)(call->window && at >= call->window ? at - call->window + 1 : 0);
-        int64_t from = (starts[task->row] + row / ratio) * call->q_token;
-        from += (task->group * ratio + row % ratio) * call->q_head;
+        int64_t token = starts[task->row] + row / ratio, head = task->group * ratio + row % ratio;
+        int64_t from = token * call->q_token + head * call->q_head;
+        if (call->slopes) s->slopes[i] = call->slopes[head];
+        if (call->bias) s->bias[i] = call->bias + token * call->bias_token + head * call->bias_head;
         for (int64_t d = 0; d < dim; d++)
             s->q[in_lanes ? d * MANY + i : i * s->k_width + d] = element(call->q, from + d, call->type);
     }
+}
+
+/* A score with what it has by distance, from the query of a row, or of as many rows as there are lanes. */
+INLINE vf biased(const Call *call, const Scratch *s, vf score, vi distance, int64_t row, int abreast) {
+    if (call->slopes) {
+        vf slope = abreast ? load(s->slopes + row) : all(s->slopes[row]);
+        score = fused(-slope, __builtin_convertvector(distance, vf), score);
+    }
+    if (call->bias) {
+        float more[LANES];
+        for (int i = 0; i < LANES; i++) {
+            int near = distance[i] >= 0 && distance[i] < call->distances;
+            more[i] = near ? s->bias[row + (abreast ? i : 0)][distance[i]] : 0.0f;
+        }
+        score += load(more);
+    }
+    return score;
 }
 
 /* ------------------------------------------------------------------ values that are no numbers */
@@ -164,7 +188,8 @@ static void weights_of(const Call *call, const Scratch *s, int64_t r, const int3
         vi place;
         memcpy(&place, places + i * LANES, sizeof place);
         seen[i] = (place >= s->first[r]) & (place <= s->last[r]);
-        score[i] = choose(seen[i], scored(call, load(weights + i * LANES)), all(-INFINITY));
+        score[i] = biased(call, s, scored(call, load(weights + i * LANES)), s->last[r] - place, r, 0);
+        score[i] = choose(seen[i], score[i], all(-INFINITY));
         most = larger(score[i], most);
     }
     for (int i = 0; i < LANES; i++) highest = most[i] > highest ? most[i] : highest;
@@ -238,7 +263,8 @@ INLINE void many_rows(const Call *call, const Scratch *s, int vectors, const int
         memcpy(&last, s->last + w * LANES, sizeof last);
         for (int t = 0; t < BLOCK; t++) {
             vi seen = (places[t] >= first) & (places[t] <= last);
-            scores[t][w] = choose(seen, scored(call, scores[t][w]), all(-INFINITY));
+            scores[t][w] = biased(call, s, scored(call, scores[t][w]), last - places[t], w * LANES, 1);
+            scores[t][w] = choose(seen, scores[t][w], all(-INFINITY));
             most = larger(scores[t][w], most);
         }
         vf level = choose(most == all(-INFINITY), all(0.0f), most);

@@ -139,6 +139,8 @@ def _attend_bucket(
     """
     pages = k_pages, v_pages, page_table
     queries = _by_row(q, bucket)
+    if scoring.distance_bias is not None:
+        scoring = scoring._replace(distance_bias=_by_row(scoring.distance_bias, bucket))
     if bucket.read:
         assert bounds is not None
         return _attend_chosen(queries, *pages, bounds, bucket, scoring, return_lse)
@@ -294,7 +296,10 @@ def _attend(
             parts.append((attend(queries, k, v, scale, mask=mask), None))
         else:
             query, token = _places(bucket, start, stop, q.device)
-            parts.append(_products(queries, k, v, mask, scoring, query[:, None, None], token))
+            terms = scoring
+            if scoring.distance_bias is not None:
+                terms = scoring._replace(distance_bias=scoring.distance_bias[:, :, start:stop])
+            parts.append(_products(queries, k, v, mask, terms, query[:, None, None], token))
     out = parts[0][0] if len(parts) == 1 else torch.cat([part for part, _ in parts], dim=2)
     sums = [lse for _, lse in parts if lse is not None]
     return out, torch.cat(sums, dim=2) if sums else None

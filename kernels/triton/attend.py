@@ -66,7 +66,8 @@ def made(products, scale, terms, rows, token, KIND: tl.constexpr):
         products: `[BLOCK_M, BLOCK_N]`.
         scale: that of `terms`, times what scales of K say; it broadcasts against products.
         terms: of the scores.
-        rows: `[BLOCK_M]` each, position and head of the queries.
+        rows: `[BLOCK_M]` each, position and head of the queries, their places among those of the
+            step and its heads, and whether there is a query.
         token: `[BLOCK_N]`, positions of the keys.
         KIND: which terms there are.
     """
@@ -75,6 +76,16 @@ def made(products, scale, terms, rows, token, KIND: tl.constexpr):
         # tanh(x) = 1 - 2 / (exp(2x) + 1), which does not overflow into NaN.
         grown = tl.exp2(scores * (2 * LOG2E / terms.softcap))
         scores = terms.softcap * LOG2E * (1 - 2 / (grown + 1))
+    if KIND.alibi_slopes is not None:
+        slope = tl.load(terms.alibi_slopes + rows[1], mask=rows[3], other=0.0).to(tl.float32)
+        away = (token[None, :] - rows[0][:, None]).to(tl.float32)
+        scores += (slope * LOG2E)[:, None] * away
+    if KIND.distance_bias is not None:
+        begin = (rows[2] if KIND.by_query else rows[1]) * KIND.distances
+        distance = rows[0][:, None] - token[None, :]
+        near = rows[3][:, None] & (distance >= 0) & (distance < KIND.distances)
+        at = begin[:, None] + distance
+        scores += tl.load(terms.distance_bias + at, mask=near, other=0.0).to(tl.float32) * LOG2E
     return scores
 
 
@@ -112,7 +123,7 @@ def scales_at(ptr, kv_head, FORMAT: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE: 
 @triton.jit
 def attend(
     q,  # parts [BLOCK_M, K_BLOCK], as many as K has in a word
-    rows,  # [BLOCK_M] each: of each row's query the position in its text, and the head
+    rows,  # as in `made`
     top,  # [BLOCK_M], largest score so far, in powers of two
     total,  # [BLOCK_M], sum of weights so far
     acc,  # parts [BLOCK_M, V_BLOCK], as many as V has in a word

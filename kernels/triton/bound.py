@@ -107,12 +107,12 @@ class Bound:
         Raises:
             NotImplementedError, TypeError, ValueError: as in a call that goes the ordinary way.
         """
-        scale, _, softcap, sinks = mine = self._scoring
+        mine = self._scoring
         if (
-            scoring.sinks is None is sinks
-            and scoring.softcap is softcap
+            not (scoring.tensors or mine.tensors)
+            and scoring.softcap is mine.softcap
             and scoring.scale.__class__ is float
-            and scoring.scale == scale
+            and scoring.scale == mine.scale
         ):
             return self._terms
         scoring = scoring.checked(q, mine.window)

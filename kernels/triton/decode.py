@@ -260,6 +260,7 @@ def _decode(
             real = real & (head < kv_head * RATIO + RATIO)
         where = (token + query) * (q_stride_t * 16) + head * (q_stride_h * 16)
         q = load_tile(q_ptr, where, real, K_PARTS, K_WIDTH, K_BLOCK, K_REST)
+        rows = (position, head, (token + query) * NUM_HEADS + head, real)
         # What is counted once is counted in the row's first part.
         top, total = before_tokens(terms, head, real & (part == 0))
         acc = zeros(BLOCK_M, V_PARTS, V_BLOCK)
@@ -278,7 +279,7 @@ def _decode(
             high = tl.minimum(tl.minimum(end, PAGE), written)
             for _ in range(2):
                 top, total, acc = attend(
-                    *(q, (position, head), top, total, acc, kv_head),
+                    *(q, rows, top, total, acc, kv_head),
                     *(k_staging_ptr, v_staging_ptr, None, None, table, first_staging),
                     *(low, high, window, terms),
                     *(NUM_KV_HEADS, HEAD_DIM, V_DIM, K_REST, PAGE),
@@ -290,7 +291,7 @@ def _decode(
                 low = tl.maximum(begin, written)
                 high = end
         top, total, acc = attend(
-            *(q, (position, head), top, total, acc, kv_head),
+            *(q, rows, top, total, acc, kv_head),
             *(k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, table, first_staging),
             *(begin, end, window, terms),
             *(NUM_KV_HEADS, HEAD_DIM, V_DIM, K_REST, PAGE),

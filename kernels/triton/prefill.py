@@ -179,6 +179,7 @@ def _prefill(
             real = real & (head < kv_head * RATIO + RATIO)
         where = (token + query) * (q_stride_t * 16) + head * (q_stride_h * 16)
         q = load_tile(q_ptr, where, real, K_PARTS, K_WIDTH, K_BLOCK, K_REST)
+        rows = (position, head, (token + query) * NUM_HEADS + head, real)
         top, total = before_tokens(terms, head, real)
         acc = zeros(BLOCK_M, V_PARTS, V_BLOCK)
         table_ptr += row.to(tl.int64) * table_stride
@@ -188,7 +189,7 @@ def _prefill(
             column = next_staging(table_ptr, begin // PAGE, tl.cdiv(end, PAGE), first_staging)
             while column * PAGE < end:
                 top, total, acc = attend(
-                    *(q, (position, head), top, total, acc, kv_head),
+                    *(q, rows, top, total, acc, kv_head),
                     *(k_staging_ptr, v_staging_ptr, None, None, table_ptr, first_staging),
                     *(tl.maximum(begin, column * PAGE), tl.minimum(end, column * PAGE + PAGE)),
                     *(window, terms),
@@ -213,7 +214,7 @@ def _prefill(
                 edge = begin
                 rest = begin
             top, total, acc = attend(
-                *(q, (position, head), top, total, acc, kv_head),
+                *(q, rows, top, total, acc, kv_head),
                 *(k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, table_ptr, first_staging),
                 *(begin, edge, window, terms),
                 *(NUM_KV_HEADS, HEAD_DIM, V_DIM, K_REST, PAGE),
@@ -222,7 +223,7 @@ def _prefill(
                 *(BLOCK_N, STAGES, PACKED, STAGING, True, True, True, KIND),
             )
         top, total, acc = attend(
-            *(q, (position, head), top, total, acc, kv_head),
+            *(q, rows, top, total, acc, kv_head),
             *(k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, table_ptr, first_staging),
             *(full_begin, full_end, window, terms),
             *(NUM_KV_HEADS, HEAD_DIM, V_DIM, K_REST, PAGE),
@@ -231,7 +232,7 @@ def _prefill(
             *(BLOCK_N, STAGES, PACKED, STAGING, False, False, False, KIND),
         )
         top, total, acc = attend(
-            *(q, (position, head), top, total, acc, kv_head),
+            *(q, rows, top, total, acc, kv_head),
             *(k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, table_ptr, first_staging),
             *(rest, end, window, terms),
             *(NUM_KV_HEADS, HEAD_DIM, V_DIM, K_REST, PAGE),

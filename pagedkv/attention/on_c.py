@@ -127,7 +127,7 @@ def _bound(call: Call, plan: Plan) -> Bound | None:
     """The call, bound; None where pages, rows or results ask for more than C does in one call."""
     q, k, v, step, _, scoring, return_lse = call
     slots, tokens = step.written(call.group)
-    plain = step.config.dense and tokens is None and scoring.sinks is None
+    plain = step.config.dense and tokens is None and not scoring.tensors
     if not plain or plan.gathered or plan.choosing or return_lse or step.queries is not None:
         return None
     assert k is not None

@@ -132,8 +132,9 @@ def replay(shape: Shape, device: str) -> None:
     def refill() -> None:
         for name in ("q", "k_pages", "v_pages", "table", "kv_lens", "starts", "slots"):
             getattr(step, name).copy_(getattr(other, name))
-        if shape.terms.get("sinks"):
-            step.options["sinks"].copy_(other.options["sinks"])
+        for name in ("sinks", "alibi_slopes"):
+            if step.options[name] is not None:
+                step.options[name].copy_(other.options[name])
 
     result = layer(step)  # compiles, which cannot be captured
     if device == "cuda":
@@ -420,7 +421,7 @@ def cases(device: str) -> Iterator[Case]:
     for shape in every:
         yield from of_shape(shape, device)
     for dtype in DTYPES:
-        open_ended = [x for x in every if x.dtype == dtype and "window" not in x.terms]
+        open_ended = [x for x in every if x.dtype == dtype and not x.by_distance]
         for shape in open_ended[:2]:
             yield Case("prefix", str(shape), partial(prefix, shape, device))
             for name in ("decode", "verify"):

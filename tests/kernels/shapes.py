@@ -24,8 +24,8 @@ TERMS: tuple[dict[str, float], ...] = (
     {"softcap": 20.0},
     {"window": 33, "softcap": 5.0, "sinks": True},
     {"window": 1},
-    {"window": 700, "sinks": True},
-    {"softcap": 30.0, "sinks": True},
+    {"window": 700, "sinks": True, "distances": 70},
+    {"softcap": 30.0, "sinks": True, "alibi": True},
 )
 
 # New tokens and lengths around pages, tiles and splits, on a card and in the interpreter.
@@ -58,6 +58,11 @@ class Shape(NamedTuple):
     v_dim: int | None = None  # of V, if it is narrower than K
     latent: bool = False  # V is a view of K
 
+    @property
+    def by_distance(self) -> bool:
+        """Whether it matters how far in front of its query a token is."""
+        return bool({"window", "alibi", "distances"} & set(self.terms))
+
     def __str__(self) -> str:
         name = str(self.dtype).removeprefix("torch.")
         heads = f"{self.ratio * self.groups}/{self.groups} heads of {self.dim}"
@@ -85,7 +90,7 @@ def wide(device: str) -> list[Shape]:
             Shape((20, 67, 128)[i], 1, 576, (16, 64, 3)[i], dtype, TERMS[(2, 4, 0)[i]], **both),
             Shape(40, 1, 288, 16, dtype, v_dim=256, latent=True),
             Shape(8, 2, 512, (16, 3, 64)[i], dtype, TERMS[(0, 1, 3)[i]], LAYOUTS[i]),
-            Shape(16, 2, 192, 16, dtype, TERMS[6], **alone),
+            Shape(16, 2, 192, 16, dtype, {"window": 700, "sinks": True}, **alone),
         ]
     return found
 

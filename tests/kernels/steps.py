@@ -48,8 +48,8 @@ class Step:
     Attributes:
         ids: the table, on the host.
         slots: of the new tokens; -1 where a row is shorter than what is new.
-        options: scale, window, softcap, sinks.
-        causal: if not, there is no window.
+        options: the terms of the scores, by their names in `Scoring`.
+        causal: if not, no term is by distance.
     """
 
     rows: Rows
@@ -96,7 +96,13 @@ class Step:
             kv_lens=self.kv_lens[one].clone(),
             starts=torch.tensor([0, new], dtype=torch.int32).to(self.q.device),
             slots=self.slots[mine].clone(),
+            options=self.options_of(mine),
         )
+
+    def options_of(self, tokens: slice) -> dict[str, Any]:
+        """The terms of the scores of some queries."""
+        bias = self.options["distance_bias"]
+        return self.options | {"distance_bias": None if bias is None else bias[tokens].clone()}
 
     def seen(self, row: int) -> range:
         """Tokens of a row that one of its queries sees, if it has any."""
@@ -172,6 +178,9 @@ def step_of(
     window: int | None = None,
     softcap: float | None = None,
     sinks: bool = False,
+    alibi: bool = False,
+    distances: int = 0,
+    by_query: bool = True,
     device: str = DEVICE,
 ) -> Step:
     """A step on shuffled pages.
@@ -183,6 +192,8 @@ def step_of(
         pages: of the pool; those in use are its last ones.
         columns: of the table.
         order: which pages rows get; what is in them does not depend on it.
+        alibi: whether there are slopes.
+        distances: how far a bias by distance reaches, which differs by query, or by head alone.
     """
     shuffle = torch.Generator().manual_seed(order)
     where = "cpu" if device == "meta" else device
@@ -223,6 +234,11 @@ def step_of(
     starts = torch.tensor([0, *(new for new, _ in rows)]).cumsum(0).int()
     q, each = drawn(int(starts[-1]), heads, dim).to(dtype), drawn(heads)
     scale = dim**-0.5 if scale is None else scale
+    options = {"scale": scale, "window": window, "softcap": softcap}
+    options["sinks"] = each if sinks else None
+    options["alibi_slopes"] = 0.1 * drawn(heads).abs() if alibi else None
+    bias = drawn(len(q) if by_query else 1, heads, distances) if distances else None
+    options["distance_bias"] = None if bias is None else bias.expand(len(q), -1, -1)
     return Step(
         rows,
         q,
@@ -233,7 +249,7 @@ def step_of(
         torch.tensor([length for _, length in rows], dtype=torch.int32).to(device),
         starts.to(device),
         torch.cat(slots).to(device),
-        {"scale": scale, "window": window, "softcap": softcap, "sinks": each if sinks else None},
+        options,
     )
 
 

@@ -30,9 +30,19 @@ FEATURES: dict[str, dict[str, Any]] = {
     "a scale": {"scale": -1.5},
     "all, in a narrow window": {"window": 3, "sinks": True, "softcap": 2.0, "scale": 0.7},
     "all, in a wide window": {"window": 90, "sinks": True, "softcap": 5.0, "scale": 0.7},
+    "slopes": {"alibi": True},
+    "a bias of each query": {"distances": 40},
+    "a bias of each head, slopes and a softcap, in a window": {
+        "window": 90,
+        "alibi": True,
+        "distances": 200,
+        "by_query": False,
+        "softcap": 5.0,
+    },
 }
 OFTEN = "a window of one token", "a window of a tile", "a window with whole tiles that all see"
-OFTEN += "sinks", "a softcap", "a scale", "all, in a narrow window"
+OFTEN += "sinks", "a softcap", "a scale", "all, in a narrow window", "a bias of each query"
+OFTEN += ("a bias of each head, slopes and a softcap, in a window",)
 
 
 def with_half(names: Iterable[str], *chosen: str) -> list[Any]:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from pagedkv.kernels.formats import Pages
 from pagedkv.kernels.prefixes import Prefix
+from pagedkv.kernels.scoring import Scoring
 from pagedkv.kernels.triton import backend as paged
 from pagedkv.kernels.triton import shared_prefix
 from tests.kernels.steps import Step, one_thread
@@ -74,6 +75,7 @@ class Truth(NamedTuple):
         slack: what the output would be if all that weights multiply were positive: rounding a
             weight moves the output by that rounding's share of it.
         score: no score, and no sum of a part of its products, is larger.
+        bias: no bias by distance is larger.
         value: the largest value.
     """
 
@@ -81,6 +83,7 @@ class Truth(NamedTuple):
     lse: Tensor
     slack: Tensor
     score: float
+    bias: float
     value: float
 
 
@@ -88,15 +91,13 @@ class Truth(NamedTuple):
 def twin(step: Step) -> Truth:
     """`reference.paged_attention`, a row at a time instead of a query."""
     device, (_, heads, dim) = step.q.device, step.q.shape
-    scale, window, softcap, sinks = (
-        step.options[x] for x in ("scale", "window", "softcap", "sinks")
-    )
+    scale, window, softcap, sinks, slopes, bias = (step.options[x] for x in Scoring._fields)
     shape = *step.q.shape[:2], Pages.of(step.v_pages).head_dim
     out, slack = (torch.zeros(shape, dtype=torch.float64, device=device) for _ in range(2))
     sink = torch.full((heads,), -math.inf, dtype=torch.float64, device=device)
     sink = sink if sinks is None else sinks.double()
     lse = sink.repeat(len(step.q), 1)
-    score = value = 0.0
+    score = value = most = 0.0
     for row, ((new, length), tokens) in enumerate(zip(step.rows, step.tokens)):
         seen = step.seen(row)
         if not new or not seen:
@@ -110,6 +111,17 @@ def twin(step: Step) -> Truth:
         position = torch.arange(length - new, length, device=device)[:, None]
         token = torch.arange(seen.start, length, device=device)
         hidden = (token > position) & step.causal
+        distance = position - token
+        if slopes is not None:
+            added = slopes.double().view(groups, -1, 1) * -distance[:, None, None]
+            scores, most = scores + added, max(most, float(added.abs().max()))
+        if bias is not None:
+            reach = bias.shape[2]
+            index = distance.clamp(0, reach - 1)[:, None].expand(-1, heads, -1)
+            added = bias[tokens].double().gather(2, index)
+            added = added.masked_fill((distance < 0)[:, None] | (distance >= reach)[:, None], 0)
+            scores += added.view(scores.shape)
+            most = max(most, float(added.abs().max()))
         if window is not None:
             hidden |= token <= position - window
         scores = scores.masked_fill(hidden[:, None, None], -math.inf)
@@ -124,14 +136,15 @@ def twin(step: Step) -> Truth:
         if Pages.of(step.v_pages).format.pairs:  # codes count from the least value of a token
             moved = moved.maximum(v - v.amin(-1, keepdim=True))
         slack[tokens] = torch.einsum("qgrk,kgd->qgrd", weights, moved).flatten(1, 2)
-    return Truth(out, lse, slack, score, value)
+    return Truth(out, lse, slack, score, most, value)
 
 
 def check(step: Step, result: tuple[Tensor, Tensor] | None = None) -> None:
     """Raises AssertionError unless the kernels' result is the truth but for rounding.
 
     The bound is what arithmetic explains and little more: weights are rounded before they multiply
-    V, the output once more; scores and their sums are float32.
+    V, the output once more; scores and their sums are float32. A bias is rounded four times: its
+    slope, their product, in another base, and in the sum.
     """
     out, lse = attend(step) if result is None else result
     if out.is_meta:
@@ -143,7 +156,7 @@ def check(step: Step, result: tuple[Tensor, Tensor] | None = None) -> None:
     true = twin(step)
     half = torch.finfo(out.dtype).eps / 2
     weights = rounded(step)
-    noise = 1e-5 * (2 + true.score + (step.options["softcap"] or 0.0) / 4)
+    noise = 1e-5 * (2 + true.score + (step.options["softcap"] or 0.0) / 4) + 2.0**-22 * true.bias
     if out.dtype != torch.float32 and Pages.of(step.k_pages).format.scales == "channel":
         noise += 2.0**-12 * true.score  # minima by channel are rounded once more
     bound = half * true.out.abs()

@@ -181,6 +181,7 @@ def serves(geometry: Geometry, scoring: Scoring, target: Target) -> bool:
         and _is_grid(geometry.k)
         and _is_grid(geometry.v)
         and scoring.scale > 0
+        and not scoring.is_biased
     )
 
 

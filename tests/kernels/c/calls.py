@@ -22,8 +22,7 @@ from tests.kernels.steps import Step
 
 def attend(step: Step, **more: Any) -> tuple[Tensor, Tensor]:
     """Output and log-sum-exp."""
-    terms = step.options
-    scoring = Scoring(terms["scale"], terms["window"], terms["softcap"], terms["sinks"])
+    scoring = Scoring(**step.options)
     new, lens = np.array(step.rows, np.int64).reshape(-1, 2).T
     pages, more = (step.k_pages, step.v_pages, step.table), more | {"causal": step.causal}
     return backend.paged_attention(step.q, *pages, new, lens, scoring, return_lse=True, **more)
@@ -42,7 +41,9 @@ def differs(step: Step) -> str:
             if length - new + end <= 0:  # of tokens that see nothing, and have no place
                 continue
             rows = [(end - begin, length - new + end)]
-            found = attend(replace(alone, rows=rows, q=alone.q[begin:end]))
+            some = slice(begin, end)
+            part = replace(alone, rows=rows, q=alone.q[some], options=alone.options_of(some))
+            found = attend(part)
             if not all(torch.equal(x, y[mine][begin:end]) for x, y in zip(found, whole)):
                 return f"row {row} of {step.rows}, tokens {begin} to {end}"
     return ""

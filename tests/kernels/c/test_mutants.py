@@ -73,6 +73,10 @@ MUTANTS = {
         "q[r * width + d] * k + sums[r]",
     ),
     "sinks are left out": ("attend.c", "expf(sink - level)", "0.0f"),
+    "slopes rise": ("tiles.h", "fused(-slope,", "fused(slope,"),
+    "a slope of the first row": ("tiles.h", "all(s->slopes[row])", "all(s->slopes[0])"),
+    "a bias of the first row": ("tiles.h", "s->bias[row + (abreast ? i : 0)]", "s->bias[row]"),
+    "a bias reaches too far": ("tiles.h", "< call->distances;", "<= call->distances;"),
     "a cap is left out": ("attend.c", "return call->softcap ?", "return 0 ?"),
     "tanh loses digits near 0": ("attend.c", "choose((x < all(0.625f))", "choose((x < all(-9.0f))"),
     "tokens of other lanes": ("vectors.h", "x[2 * i + 1], 1);", "x[2 * i + 1], 0);"),
@@ -135,6 +139,8 @@ def all_steps():
     yield Shape(3, 2, 64, 16, DTYPES[0]).step([(1, 2300), (3, 40), (1, 17), (9, 30)], "cpu")
     yield Shape(2, 2, 80, 3, DTYPES[1], terms).step([(1, 40), (17, 40), (1, 5)], "cpu")
     yield Shape(2, 1, 16, 16, DTYPES[0]).step([(20, 1100)], "cpu")
+    terms = {"alibi": True, "distances": 9}
+    yield Shape(3, 2, 16, 16, DTYPES[0], terms).step([(1, 40), (2, 5), (17, 40)], "cpu")
     for pair in (("fp8", "int8"), ("int4_channel", "int4_token")):
         yield coded(Shape(2, 2, 32, 32, DTYPES[0]).step([(1, 70), (20, 70)], "cpu"), *pair)
 

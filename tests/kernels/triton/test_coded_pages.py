@@ -56,6 +56,7 @@ FEATURES = {
     "a window of a page and one": {"window": 17},
     "a window of several tiles": {"window": 70},
     "a softcap": {"softcap": 3.0},
+    "slopes and a bias": {"alibi": True, "distances": 40},
     "all of it": {"window": 40, "sinks": True, "softcap": 5.0, "scale": 0.7},
 }
 
