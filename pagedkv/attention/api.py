@@ -68,6 +68,8 @@ def paged_attention(
     scale: float | None = ...,
     softcap: float | None = ...,
     sinks: Tensor | None = ...,
+    alibi_slopes: Tensor | None = ...,
+    distance_bias: Tensor | None = ...,
     indices: Tensor | None = ...,
     return_lse: Literal[False] = ...,
 ) -> Tensor: ...
@@ -84,6 +86,8 @@ def paged_attention(
     scale: float | None = ...,
     softcap: float | None = ...,
     sinks: Tensor | None = ...,
+    alibi_slopes: Tensor | None = ...,
+    distance_bias: Tensor | None = ...,
     indices: Tensor | None = ...,
     return_lse: Literal[True],
 ) -> tuple[Tensor, Tensor]: ...
@@ -99,6 +103,8 @@ def paged_attention(
     scale: float | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    distance_bias: Tensor | None = None,
     indices: Tensor | None = None,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -114,6 +120,10 @@ def paged_attention(
         scale: factor of the scores; default `D ** -0.5`.
         softcap: scores become `softcap * tanh(score / softcap)`.
         sinks: `[H]`, a score per head that takes its share of the weights and has no value.
+        alibi_slopes: `[H]`; the score of a token d tokens in front of its query becomes `score -
+            slope * d`, behind scale and softcap (ALiBi).
+        distance_bias: `[T, H, n]`; such a score becomes `score + bias[query, head, d]`, and stays
+            where d is n or more. A table for all queries is given as `table.expand(T, -1, -1)`.
         indices: `[T, n]` int32 or int64, the places in its text of the tokens that each query
             reads, in any order and each once. Others are not read (sparse attention). Those below
             0 and behind the query itself do not count; a query with none reads itself. It is for
@@ -127,8 +137,9 @@ def paged_attention(
         NotImplementedError: the Triton backend has no kernel for this many query heads a KV head,
             or there are `indices` in compiled code.
         ClosedStepError: the step was committed or aborted.
-        ValueError, TypeError: a shape, device or dtype differs from the cache's.
-        GradModeError: `q`, `k`, `v` or `sinks` require gradients.
+        ValueError, TypeError: a shape, device or dtype differs from the cache's, or a policy gives
+            up tokens in front of which a bias by distance would count.
+        GradModeError: `q`, `k`, `v` or a term requires gradients.
 
     Examples:
         >>> import torch
@@ -144,10 +155,11 @@ def paged_attention(
     if torch.compiler.is_compiling():
         if indices is not None:
             raise NotImplementedError("indices: expected None in compiled code")
-        out, lse = _operator(q, k, v, step.handle, layer, scale, softcap, sinks)
+        terms = scale, softcap, sinks, alibi_slopes, distance_bias
+        out, lse = _operator(q, k, v, step.handle, layer, *terms)
     else:
-        terms = _terms(q, scale, softcap, sinks)
-        call = Call(q, k, v, step.at(layer), layer, terms, return_lse)
+        scoring = _terms(q, scale, softcap, sinks, alibi_slopes, distance_bias)
+        call = Call(q, k, v, step.at(layer), layer, scoring, return_lse)
         out, lse = _attend(call, step) if indices is None else _attend_chosen(call, indices)
     return (out, lse) if return_lse else out
 
@@ -166,6 +178,8 @@ def _operator(
     scale: float | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    distance_bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`paged_attention` in the open step of the cache with this handle.
 
@@ -174,7 +188,7 @@ def _operator(
     arguments they would be cloned, the whole pool at each call.
     """
     step = open_steps[handle]
-    terms = _terms(q, scale, softcap, sinks)
+    terms = _terms(q, scale, softcap, sinks, alibi_slopes, distance_bias)
     return _attend(Call(q, k, v, step.at(layer), layer, terms, return_lse=True), step)
 
 
@@ -193,6 +207,8 @@ def attend_again(
     scale: float | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    distance_bias: Tensor | None = None,
 ) -> Tensor:
     """Attends over the pages of a layer that has written in this step, and writes nothing.
 
@@ -205,9 +221,7 @@ def attend_again(
         layer: the one that has written.
         num_queries: `[B]`, for how many of its last new tokens each row has queries; default for
             all.
-        scale: as in `paged_attention`.
-        softcap: as in `paged_attention`.
-        sinks: as in `paged_attention`.
+        scale, softcap, sinks, alibi_slopes, distance_bias: as in `paged_attention`.
 
     Returns:
         `[T, H, D]` in the dtype of `q`, D that of V.
@@ -236,7 +250,8 @@ def attend_again(
         raise ValueError(f"layer: expected one that has written in this step, got {layer!r}")
     step = step.at(layer)
     step = step if num_queries is None else step.narrowed(num_queries)
-    call = checked(Call(q, None, None, step, layer, _terms(q, scale, softcap, sinks)))
+    terms = _terms(q, scale, softcap, sinks, alibi_slopes, distance_bias)
+    call = checked(Call(q, None, None, step, layer, terms))
     if step.config.groups[call.group].chunked:
         call = _in_chunks(call)
     backend = backend_of(step)
@@ -292,9 +307,11 @@ def _in_chunks(call: Call) -> Call:
     return call._replace(k=None, v=None, step=call.step.in_chunks(call.group))
 
 
-def _terms(q: Tensor, scale: float | None, softcap: float | None, sinks: Tensor | None) -> Scoring:
+def _terms(
+    q: Tensor, scale: float | None, softcap: float | None, *tensors: Tensor | None
+) -> Scoring:
     require_tensor("q", q)
-    return Scoring(q.shape[-1] ** -0.5 if scale is None else scale, None, softcap, sinks)
+    return Scoring(q.shape[-1] ** -0.5 if scale is None else scale, None, softcap, *tensors)
 
 
 def gather_kv(step: StepMetadata, layer: int) -> list[tuple[Tensor, Tensor]]:

@@ -25,7 +25,25 @@ def checked(call: Call) -> Call:
     scoring = scoring.checked(q, None if sight.chunked else sight.window)
     for name, tensor in scoring.tensors:
         check_grad(name, tensor)
+    if scoring.is_biased:
+        _require_places(call, sight.window)
     return call._replace(scoring=scoring)
+
+
+def _require_places(call: Call, window: int | None) -> None:
+    """Raises where pages do not tell how far in front of a query a token is."""
+    names = ", ".join(name for name, _ in call.scoring.tensors if name != "sinks")
+    config = call.step.config
+    if window is None and config.policy is not None:
+        raise ValueError(
+            f"{names}: expected a cache without a policy, which gives up tokens in between, got "
+            f"retention={config.retention!r}"
+        )
+    if call.reads:
+        raise ValueError(
+            f"{names}: expected a cache that reads all pages, got read_tokens="
+            f"{config.read_tokens}; pages are chosen by keys alone"
+        )
 
 
 def require_tensor(name: str, tensor: Any) -> None:

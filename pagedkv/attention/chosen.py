@@ -28,6 +28,8 @@ def chosen_of(call: Call, indices: Tensor) -> Chosen:
         raise ValueError("indices: expected a layer without a window, whose pages all stay")
     if len(pages) < 2:
         raise ValueError(f"indices: expected dense pages, got {step.config.kv_format!r}")
+    if call.scoring.is_biased:
+        raise ValueError("indices: expected None with a bias by distance, which they do not tell")
     if indices.ndim != 2 or len(indices) != step.num_tokens or not indices.shape[1]:
         shape = [step.num_tokens, "n"]
         raise ValueError(f"indices: expected shape {shape}, got {list(indices.shape)}")

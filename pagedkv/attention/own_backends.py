@@ -86,7 +86,10 @@ def _by_torch(call: OwnCall) -> tuple[Tensor, Tensor]:
 
     key = "torch", scoring.window, causal, len(k), heads, dims, q.dtype
     table, tokens, *work = plan.once(key, cut)
-    given = q if tokens is None else q[tokens]
+    given, bias = q, scoring.distance_bias
+    if tokens is not None:
+        given = q[tokens]
+        scoring = scoring._replace(distance_bias=None if bias is None else bias[tokens])
     found = kernels.paged_attention(
         *(given, None, None, k, v, table, *work, scoring), return_lse=return_lse
     )

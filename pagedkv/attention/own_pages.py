@@ -89,6 +89,8 @@ def attend_pages(
     window_left: int = ...,
     softcap: float | None = ...,
     sinks: Tensor | None = ...,
+    alibi_slopes: Tensor | None = ...,
+    distance_bias: Tensor | None = ...,
     return_lse: Literal[False] = ...,
     lse_base: Literal["e", "2"] = ...,
     out: Tensor | None = ...,
@@ -108,6 +110,8 @@ def attend_pages(
     window_left: int = ...,
     softcap: float | None = ...,
     sinks: Tensor | None = ...,
+    alibi_slopes: Tensor | None = ...,
+    distance_bias: Tensor | None = ...,
     return_lse: Literal[True],
     lse_base: Literal["e", "2"] = ...,
     out: Tensor | None = ...,
@@ -126,6 +130,8 @@ def attend_pages(
     window_left: int = -1,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    distance_bias: Tensor | None = None,
     return_lse: bool = False,
     lse_base: Literal["e", "2"] = "e",
     out: Tensor | None = None,
@@ -148,6 +154,7 @@ def attend_pages(
         window_left: tokens before its own that a query sees; -1 for all. Only if causal.
         softcap: scores become `softcap * tanh(score / softcap)`; None or 0 for none.
         sinks: `[H]`, a score per head that takes its share of the weights and has no value.
+        alibi_slopes, distance_bias: as in `paged_attention`, where T is B x S. Only if causal.
         return_lse: also return the log-sum-exp of the scores, the sink's included.
         lse_base: of the logarithm: `"e"` as in FlashAttention, `"2"` as in FlashInfer.
         out: where the output goes, contiguous; made unless given.
@@ -192,8 +199,13 @@ def attend_pages(
             f"window_left: expected -1 where causal is False, got {window_left}"
         )
     softcap = None if isinstance(softcap, (int, float)) and softcap == 0 else softcap
-    scoring = Scoring(packed.shape[2] ** -0.5 if scale is None else scale, None, softcap, sinks)
+    tensors = sinks, alibi_slopes, distance_bias
+    scoring = Scoring(packed.shape[2] ** -0.5 if scale is None else scale, None, softcap, *tensors)
     scoring = scoring.checked(packed, window)
+    if scoring.is_biased and not causal:
+        raise NotImplementedError(
+            "alibi_slopes, distance_bias: expected None where causal is False"
+        )
     for name, tensor in scoring.tensors:
         check_grad(name, tensor)
     shape = *q.shape[:-1], v.shape[3]

@@ -32,6 +32,8 @@ TERMS = {
     "softcap": lambda layer: {"softcap": 5.0},
     "sinks": lambda layer: {"sinks": torch.full((H,), float(layer))},
     "sinks of one layer": lambda layer: {"sinks": torch.ones(H)} if layer == 1 else {},
+    "slopes": lambda layer: {"alibi_slopes": torch.full((H,), 0.1 + layer)},
+    "slopes of one layer": lambda layer: {"alibi_slopes": torch.ones(H)} if layer == 1 else {},
     "caps of one layer": lambda layer: {"softcap": 5.0} if layer == 1 else {},
 }
 STEPS = [[5, 20], [1, 1], [3, 1], [17, 1]]  # new tokens of both rows

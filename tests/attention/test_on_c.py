@@ -73,6 +73,7 @@ TERMS = {
     "softcap": lambda layer: {"softcap": 5.0},
     "caps of one layer": lambda layer: {"softcap": 5.0} if layer == 1 else {},
     "sinks of one layer": lambda layer: {"sinks": torch.ones(H)} if layer == 1 else {},
+    "slopes of one layer": lambda layer: {"alibi_slopes": torch.ones(H)} if layer == 1 else {},
     "sums of one layer": lambda layer: {"return_lse": True} if layer == 1 else {},
 }
 

@@ -45,6 +45,9 @@ WRONG = {
     "sinks with gaps": ({}, {"sinks": torch.zeros(8)[::2]}, ValueError, "^sinks: .*strides"),
     "misaligned sinks": (
         {}, {"sinks": misaligned(torch.zeros(4))}, ValueError, "^sinks: .*16 bytes"),
+    "a bias with gaps": (
+        {}, {"distance_bias": torch.zeros(T, 4, 8)[..., ::2]}, ValueError,
+        "^distance_bias: .*strides"),
     "a softcap without digits": ({}, {"softcap": 1e9}, NotImplementedError, "^softcap: .*torch"),
     "a text as scale": ({}, {"scale": "one"}, TypeError, "^scale: expected a number, got str"),
     "a complex scale": ({}, {"scale": 1j}, TypeError, "^scale: expected a number, got complex"),

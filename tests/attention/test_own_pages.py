@@ -54,7 +54,7 @@ def as_layout(step, layout):
 def terms_of(step):
     window = step.options["window"]
     known = {"window_left": -1 if window is None else window - 1, "causal": step.causal}
-    return known | {name: step.options[name] for name in ("scale", "softcap", "sinks")}
+    return known | {name: term for name, term in step.options.items() if name != "window"}
 
 
 def attend(step, backend, layout="HND", plan=None, **more):
@@ -65,7 +65,7 @@ def attend(step, backend, layout="HND", plan=None, **more):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("rows", SMALL)
-@pytest.mark.parametrize("number", few(range(len(TERMS)), 4, 5))
+@pytest.mark.parametrize("number", few(range(len(TERMS)), 6, 7))
 def test_the_door_agrees_with_the_truth_in_both_layouts(number, rows, backend):
     dtype, layout = DTYPES[(number + number // 3) % 3], LAYOUTS[number // 2 % 3]
     shape = Shape(3, 2, 32, (16, 3)[number % 2], dtype, TERMS[number], layout)
@@ -364,6 +364,17 @@ WRONG = {
     "a buffer of halves": (lambda x: {"out": x["q"].half()}, TypeError, "^out: .*torch.float16"),
     "sums of halves": (
         lambda x: {"lse": torch.empty(3, 6).half()}, TypeError, "^lse: .*got torch.float16"),
+    "slopes both ways": (
+        lambda x: {"alibi_slopes": torch.ones(6), "causal": False}, NotImplementedError,
+        "^alibi_slopes, distance_bias: expected None where causal is False"),
+    "slopes by row": (
+        lambda x: {"alibi_slopes": torch.ones(2, 6)}, ValueError,
+        r"^alibi_slopes: expected a float tensor of shape \[H\] = \[6\], got .*\[2, 6\]"),
+    "a bias of other queries": (
+        lambda x: {"distance_bias": torch.ones(2, 6, 9)}, ValueError,
+        r"^distance_bias: .* \[T, H, n\] = \[3, 6, n\], got torch.float32 \[2, 6, 9\]"),
+    "a bias that reaches nothing": (
+        lambda x: {"distance_bias": torch.ones(3, 6, 0)}, ValueError, r"^distance_bias: .*6, 0\]"),
     "sinks of others": (lambda x: {"sinks": torch.zeros(5)}, ValueError, r"^sinks: .*\[6\]"),
     "no cap": (lambda x: {"softcap": -1.0}, ValueError, "^softcap: expected a positive number"),
 }  # fmt: skip
