@@ -130,11 +130,11 @@ class Scoring(NamedTuple):
         if self.window is None and self.softcap is None and not self.tensors:
             return ONLY_SCALED  # what most layers ask for; to make one takes longer
         terms = self.window is not None, self.softcap is not None
-        dtypes = (None if term is None else term.dtype for term in self[3:])
-        bias = self.distance_bias
-        if bias is None:
-            return ScoringKind(*terms, *dtypes)
-        return ScoringKind(*terms, *dtypes, bias.shape[2], bias.is_contiguous())
+        sinks, slopes, bias = (None if term is None else term.dtype for term in self[3:])
+        if self.distance_bias is None:
+            return ScoringKind(*terms, sinks, slopes)
+        reach = self.distance_bias.shape[2], self.distance_bias.is_contiguous()
+        return ScoringKind(*terms, sinks, slopes, bias, *reach)
 
     def arguments(self) -> tuple[int, Terms]:
         """The window and the other terms as kernels take them at run time.
