@@ -27,7 +27,8 @@ class PackedCache(ForwardCache):
 
     def __init__(self, model: PreTrainedModel, kv: PagedKVCache) -> None:
         self.model, self.kv = model, kv
-        self.seen = 0  # no mask is made, so none has a past
+        # No mask is made, so none has a past; but a bias by distance has to have a distance.
+        self.seen = int(self.is_written)
         self.forward_layer, self.attended_again = -1, 0
         self.opened: StepMetadata | None = None
         self.transaction: object | None = None
@@ -69,7 +70,7 @@ class PackedCache(ForwardCache):
         Without a layer it returns 0, too: models make positions of it where none are given.
         """
         if layer_idx is None:
-            if self.touched:
+            if self.touched and not self.is_written:
                 raise UnsupportedModelError(
                     f"{type(self.model).__name__}: its layers ask how long the cache is, which is "
                     "no one length where rows are packed; `PagedCache` with `generate` works"

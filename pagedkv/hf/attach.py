@@ -19,6 +19,7 @@ from torch.utils.hooks import RemovableHandle
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from pagedkv.interrupt import Uninterrupted
+from pagedkv.models import facts_of
 
 from .adapters import without_adapters
 from .attention import attention_function
@@ -211,5 +212,8 @@ def _on_the_way(model: PreTrainedModel) -> list[nn.Module]:
 def _switch(model: PreTrainedModel, name: str) -> None:
     """Sets the attention of the decoder alone; a vision tower keeps its own."""
     decoder = text_config(model)
+    if facts_of(decoder.model_type).written:  # transformers would leave its name as it is
+        decoder._attn_implementation = name
+        return
     parts = [part for part in model.config.sub_configs if getattr(model.config, part) is decoder]
     model.set_attn_implementation(dict.fromkeys(parts or [""], name))

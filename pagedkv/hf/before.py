@@ -15,6 +15,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from pagedkv.errors import UnsupportedModelError
+from pagedkv.models import facts_of
 
 from .forward_cache import NAME
 from .model import text_config
@@ -39,7 +40,9 @@ class Before:
         name, known = config._attn_implementation, _known.get(id(config))
         if name == NAME and known is not None:
             return known  # of another model with this configuration
-        if name == NAME:
+        if facts_of(config.model_type).written:
+            name = "eager"  # as a layer computes under a name that it does not know
+        elif name == NAME:
             name = "sdpa" if model._supports_sdpa else "eager"
         made = _known[id(config)] = cls(config, name)
         return made
@@ -109,5 +112,10 @@ def _named(kind: type) -> Iterator[Any]:
 def masks_before(config: Any) -> Callable[..., Any]:
     """The function that made masks before; a name without one got none."""
     before, interface = _known.get(id(config)), AttentionMaskInterface()
+    if facts_of(config.model_type).written and getattr(config, "alibi", False):
+        raise UnsupportedModelError(
+            f"alibi: {config.model_type} adds its bias twice in calls without pages, as it does in "
+            "transformers under 'eager'; close the `PagedCache` or `BatchGenerator` before them"
+        )
     name = "sdpa" if before is None else before.name
     return interface.get(name, lambda **_: None)

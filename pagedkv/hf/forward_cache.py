@@ -23,7 +23,7 @@ from pagedkv.arrays import Ints
 from pagedkv.cache import PagedKVCache
 from pagedkv.cache.fair_turns import Turn
 from pagedkv.errors import UnsupportedModelError
-from pagedkv.models import shared_layers
+from pagedkv.models import facts_of, shared_layers
 from pagedkv.step.metadata import StepMetadata
 
 from .model import text_config
@@ -52,6 +52,7 @@ class ForwardCache(Cache):
         transaction: the transaction of the forward that is under way; None where there is none.
         touched: whether a layer took part in the forward that is under way.
         forward_is_paged: `is_paged` at the first layer of this forward.
+        slopes: those of a bias of this forward, behind what tells it; see `written.py`.
         rows: sequence ids of the batch rows; empty before the first forward.
         texts: what they say.
         prepared: what `generate` has prepared for its first forward, if images are in it.
@@ -68,6 +69,7 @@ class ForwardCache(Cache):
     transaction: object | None
     touched: bool
     forward_is_paged: bool
+    slopes: tuple[Any, Tensor] | None = None
 
     @property
     @abstractmethod
@@ -83,6 +85,11 @@ class ForwardCache(Cache):
     def turn(self) -> Turn:
         """The turn that this forward has on the pages, which threads may share."""
         return Turn()
+
+    @cached_property
+    def is_written(self) -> bool:
+        """Whether the model's layers write attention out."""
+        return facts_of(text_config(self.model).model_type).written
 
     @cached_property
     def shared_layers(self) -> int:

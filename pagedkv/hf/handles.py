@@ -22,6 +22,7 @@ _aten = torch.ops.aten
 SIZES = {_aten.sym_size, _aten.size, _aten.sym_numel, _aten.numel, _aten.sym_stride, _aten.stride}
 ASKED = {_aten.dim: 4, _aten.is_contiguous: True}  # also where the shape is not told
 ANDS = {_aten.bitwise_and, _aten.__and__}
+FLOATS = {_aten.where, _aten.lt}
 MOVES = {_aten.alias, _aten.detach, _aten.to, _aten._to_copy}
 
 
@@ -156,12 +157,14 @@ class MaskHandle(Handle):
         sights: how far a query sees by it; a short text looks the same by several.
         padding: `[B, seen + q]`, False for padding; None without padding.
         chosen: the tokens that are seen of those; None for all.
+        bias: what the model has put into it besides; None for nothing.
     """
 
     cache: ForwardCache
     sights: Sequence[Sight]
     padding: Tensor | None
     chosen: ChosenHandle | None = None
+    bias: Tensor | None = None
 
     @classmethod
     def made(
@@ -191,6 +194,10 @@ class MaskHandle(Handle):
             both = self._like(shape)
             both.chosen = args[1]
             return both
+        if self.cache.is_written and (kind in FLOATS or kind is _aten.masked_fill):
+            made = self._like(shape)  # the same as numbers that are added to scores
+            made.bias = args[0] if kind is _aten.masked_fill else None
+            return made
         raise UnsupportedModelError(
             f"attention_mask: this model computes with the mask ({function}), so that it would not "
             "be the one that paged attention reads pages by"

@@ -21,6 +21,7 @@ from .forward_cache import ForwardCache, PagedLength, changed_after_cache, uncom
 from .handles import KVHandle
 from .staged import Staged
 from .transaction import by_hand, enter
+from .written import Half
 
 
 class PagedLayer(CacheLayerMixin):
@@ -39,6 +40,7 @@ class PagedLayer(CacheLayerMixin):
         self.record_past = False  # transformers resets it by this name
         self.is_initialized = True
         self.staged: Staged | None = None
+        self.pair: Any = Half.pair if cache.is_written else KVHandle.pair
         self.dtype = getattr(torch, cache.kv.config.dtype)
         self.device = cache.kv.placement.layers[index]
 
@@ -134,7 +136,8 @@ class PagedLayer(CacheLayerMixin):
 
     def stage(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
         """Stages K and V and returns their handles."""
-        return KVHandle.pair(self.wait(Staged(self, key_states, value_states)))
+        staged = self.wait(Staged(self, key_states, value_states))
+        return self.pair(staged)
 
     def wait(self, staged: Staged) -> Staged:
         """Keeps what is staged where the attention function finds it."""

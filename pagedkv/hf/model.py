@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from pagedkv.config import CacheConfig, field_of
 from pagedkv.errors import ModelChangedError, UnsupportedModelError
-from pagedkv.models import layer_kinds
+from pagedkv.models import facts_of, layer_kinds
 from pagedkv.models.refusals import BOTH_WAYS, of_attention, of_latents, of_sinks, of_states
 from pagedkv.ranks import dimensions_of
 
@@ -144,8 +144,9 @@ def why_never(model: PreTrainedModel) -> str | None:
     config = text_config(model)
     if reason := of_attention(config, model.config):
         return reason
+    written = facts_of(config.model_type).written
     decoder = [module for module in model.modules() if getattr(module, "config", None) is config]
-    if not any(
+    if not written and not any(
         isinstance(part, PreTrainedModel) and part._can_set_attn_implementation()
         for part in decoder
     ):

@@ -34,6 +34,8 @@ class Facts:
         indexer: each of its layers with K and V keeps index keys beside them, by which it chooses
             the tokens that a query reads: one by one, or in blocks, whose keys are averaged
             before they are rotated.
+        written: its layers write attention out, calling no function for it. Where one has a bias by
+            distance (ALiBi), its text has no other positions.
         sinks: `s_aux` is one more score per head, without a value, in otherwise plain attention.
             Others that pass one select or compress their keys behind the cache, extend the mask, or
             are not causal. The torch backend computes such scores explicitly.
@@ -61,6 +63,7 @@ class Facts:
     shares_block: bool = False
     latent: bool = False
     indexer: Indexer | None = None
+    written: bool = False
     sinks: bool = False
     twice_in_windows: bool = False
     layers: Rule | None = None
@@ -76,7 +79,7 @@ class Facts:
 
 _REFUSED = {
     "its attention does not go through transformers' attention interface": (
-        "big_bird blip bloom cpmant falcon gpt_neo gpt_neox_japanese megatron-bert mpt openai-gpt "
+        "big_bird blip cpmant gpt_neo gpt_neox_japanese megatron-bert openai-gpt "
         "rembert roformer reformer trocr xglm xlm xlnet"
     ),
     "encoder-decoder models keep a second cache for cross-attention": (
@@ -113,12 +116,14 @@ FACTS: dict[str, Facts] = {
     "axk2": _CHOSEN,
     "bailing_hybrid": Facts(states="kimi delta", latent=True, layers="every nth"),
     "bamba": Facts(states="mamba2", layers="indices"),
+    "bloom": Facts(written=True),
     "cohere2": Facts(window=4096, every=4),
     "dbrx": Facts(experts_with_layer=True),
     "deepseek_v2": _LATENT,
     "deepseek_v3": _LATENT,
     "deepseek_v32": _CHOSEN,
     "ernie4_5_vl_moe_text": Facts(experts_with_layer=True),
+    "falcon": Facts(written=True),
     "falcon_h1": Facts(states="mamba2", layers="all"),
     "flint": Facts(sinks=True, layers="listed"),
     "gemma": Facts(head_dim=256),
@@ -148,6 +153,7 @@ FACTS: dict[str, Facts] = {
     "mimo_v2_flash": Facts(head_dim=192, sinks=True, twice_in_windows=True, layers="sixths"),
     "minicpm3": _LATENT,
     "mistral4": _LATENT,
+    "mpt": Facts(written=True),
     "nemotron_h": Facts(states="mamba2"),
     "olmo_hybrid": _DELTA,
     "paligemma": Facts(both_ways=True),

@@ -93,6 +93,9 @@ def require_shape(text: Any) -> None:
 def _shape(layer: Any, kind: LayerKind) -> KVShape:
     query_heads = field_of(layer, "num_attention_heads")
     heads = field_of(layer, "num_key_value_heads") or query_heads
+    wide = field_of(layer, "new_decoder_architecture")  # of falcon: a cache gets all heads
+    if wide is not None:
+        heads = 1 if field_of(layer, "multi_query") and not wide else query_heads
     dim = field_of(layer, "head_dim") or field_of(layer, "hidden_size") // query_heads
     if kind.window is not None and facts_of(field_of(layer, "model_type")).twice_in_windows:
         heads *= 2
