@@ -47,6 +47,12 @@ class _Noted:
     def __getattr__(self, name: str) -> Any:
         raise self.strange(name)
 
+    def _no_step(self, *_: Any) -> Any:
+        raise self.strange("an operator")
+
+    __add__ = __sub__ = __mul__ = __truediv__ = __pow__ = __matmul__ = __neg__ = _no_step
+    __getitem__ = __radd__ = __rsub__ = __rmul__ = _no_step
+
     def strange(self, what: str) -> UnsupportedModelError:
         """The error for what is no step of attention."""
         return changed_after_cache(self.staged.layer.index, what)
@@ -219,8 +225,8 @@ class Scores(_Noted):
 def slopes_of(bias: Tensor, heads: int, padding: Tensor | None) -> Tensor | None:
     """`[H]` float32, the slopes of a bias if it is one of ALiBi; else None.
 
-    It rises by the slope from token to token, by places in the text or by columns, and is 0 at the
-    first or the last. The token beside that one tells the slope as it is.
+    It rises by the slope from token to token: from 0 at the first of a text, or by columns up to 0
+    at the last one. What stands beside the 0 is the slope as it is.
 
     Args:
         bias: `[..., 1, tokens]`, of the heads of all rows alike or of each.
@@ -230,22 +236,17 @@ def slopes_of(bias: Tensor, heads: int, padding: Tensor | None) -> Tensor | None
     if bias.shape[-2] != 1 or bias.numel() % (heads * tokens):
         return None
     rows = bias.detach().double().reshape(-1, heads, tokens)
-    column = torch.arange(tokens, device=bias.device).expand(1, -1)
+    column = torch.arange(tokens, device=bias.device)[None]
     seen = torch.ones_like(column, dtype=torch.bool) if padding is None else padding
     if len(rows) not in (1, len(seen)):
         return None
-    least = torch.where((rows == 0) | ~seen[:, None], math.inf, rows.abs()).amin((0, 2))
+    least = torch.where(rows == 0, math.inf, rows.abs()).amin((0, 2))
     slopes = torch.where(least.isinf(), 0.0, least)
-    for place in (column, seen.cumsum(-1) - 1):
-        place = place.expand(seen.shape)
-        first = torch.where(seen, place, tokens).amin(-1, keepdim=True)
-        last = torch.where(seen, place, -1).amax(-1, keepdim=True)
-        for zero in (first, last):
-            rise = slopes[:, None] * (place - zero)[:, None]
-            for sign in (1, -1):
-                off = (rows - sign * rise).abs() > ROUNDED * rise.abs()
-                if not (off & seen[:, None]).any():
-                    return (sign * slopes).float()
+    for place in (seen.cumsum(-1) - 1, column - (tokens - 1)):
+        rise = slopes[:, None] * place[:, None]
+        off = (rows - rise).abs() > ROUNDED * rise.abs()
+        if not (off & seen[:, None]).any():
+            return slopes.float()
     return None
 
 
