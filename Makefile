@@ -25,7 +25,7 @@ OLDER        := .venv/triton-$(OLDER_TRITON)
 # The oldest transformers that is served, and the hub that it asks for; beside .venv's as well.
 OLDEST       := .venv/transformers-5.17.0
 OLDEST_TESTS := before contract contract_generate contract_images families image_turns laws layers \
-	look transaction release turns threads
+	look transaction release turns threads written
 
 # Keeps the repository root, where a folder called kernels lies, off sys.path.
 export PYTHONSAFEPATH := 1

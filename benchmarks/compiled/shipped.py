@@ -167,7 +167,7 @@ DELTA_RULE = {  # key heads, value heads, keys and values of a head, gates
 # Bytes that a thread spills, by architecture. Latents on sm_90 take 0.86 of the time in tiles of 64
 # tokens all the same; the others spill outside of their loops.
 SPILLS: dict[int, dict[str, int]] = {
-    80: {"shared prefix latent": 24},
+    80: {"shared prefix latent": 24, "prefill D128 p16 biased": 96},
     86: {"shared prefix latent": 24},
     89: {"shared prefix latent": 24},
     90: {
@@ -176,6 +176,7 @@ SPILLS: dict[int, dict[str, int]] = {
         "decode latent mass": 48,
         "decode latent 8 queries": 40,
         "shared prefix latent": 128,
+        "prefill D128 p16 biased": 24,
         "decode D128 int4 8 queries": 24,  # with Triton 3.6.0
         "prefill D64 p16 fp32": 8,  # the same
     },

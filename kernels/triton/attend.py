@@ -81,11 +81,15 @@ def made(products, scale, terms, rows, token, KIND: tl.constexpr):
         away = (token[None, :] - rows[0][:, None]).to(tl.float32)
         scores += (slope * LOG2E)[:, None] * away
     if KIND.distance_bias is not None:
-        begin = (rows[2] if KIND.by_query else rows[1]) * KIND.distances
+        # From the first row of the tile on in int32: addresses of all scores take registers.
+        table = (rows[2] if KIND.by_query else rows[1]).to(tl.int64)
+        first = tl.min(table, 0)
+        begin = (table - first).to(tl.int32) * KIND.distances
         distance = rows[0][:, None] - token[None, :]
         near = rows[3][:, None] & (distance >= 0) & (distance < KIND.distances)
-        at = begin[:, None] + distance
-        scores += tl.load(terms.distance_bias + at, mask=near, other=0.0).to(tl.float32) * LOG2E
+        bias = terms.distance_bias + first * KIND.distances
+        added = tl.load(bias + (begin[:, None] + distance), mask=near, other=0.0)
+        scores += added.to(tl.float32) * LOG2E
     return scores
 
 

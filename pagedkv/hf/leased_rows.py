@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 
 from pagedkv.arrays import Bools, Ints, Tokens
 from pagedkv.cache.cache import PagedKVCache
+from pagedkv.errors import UnsupportedModelError
 from pagedkv.interrupt import Uninterrupted
 from pagedkv.step.metadata import StepMetadata
 
@@ -176,6 +177,8 @@ class LeasedRows(ForwardCache):
                 "use_cache: expected True beside a PagedCache, got False; a checkpoint's "
                 "generation_config may say so, as a trainer leaves it: pass use_cache=True"
             )
+        if self.is_written and arguments.get("output_attentions"):  # no argument of attention there
+            raise UnsupportedModelError("output_attentions: pages give no weights of attention")
         if self.seen and not self._begins_generate:
             self.offsets.require_placed(arguments, self.model.config)
         by_row = arguments.get("adapter_names")  # which PEFT does not hand on to `generate`'s

@@ -69,12 +69,12 @@ class _Noted:
 
     @property
     def dtype(self) -> torch.dtype:
-        """That of K and V."""
+        """The dtype of K and V."""
         return self.staged.k.dtype
 
     @property
     def device(self) -> torch.device:
-        """That of K and V."""
+        """The device of K and V."""
         return self.staged.k.device
 
     def size(self, *dim: int) -> Any:
@@ -82,7 +82,7 @@ class _Noted:
         return self.like.size(*dim)
 
     def view(self, *shape: Any) -> Self:
-        """The same by other axes in front; tokens stay what they are."""
+        """Returns it with other axes in front; its last two stay."""
         like = self.like.reshape(*shape)
         if like.shape[-2:] != self.like.shape[-2:]:
             raise self.strange("view")
@@ -91,7 +91,7 @@ class _Noted:
     reshape = view
 
     def to(self, *_: Any, **__: Any) -> Self:
-        """The same: attention computes in float32."""
+        """Returns itself: attention computes in float32."""
         return self
 
     float = type = contiguous = to
@@ -279,4 +279,3 @@ _FUNCTIONS: dict[str, Any] = {
     "softmax": _softmax,
     "dropout": _dropout,
 }
-

@@ -6,7 +6,7 @@ import pytest
 from transformers import GenerationConfig
 
 from tests.cli.conftest import LETTERS, SHORT, answers
-from tests.hf.tiny import build
+from tests.hf.unsupported import unsupported
 
 
 def test_seeds_repeat_what_is_drawn(generate, tmp_path, rows):
@@ -189,10 +189,9 @@ def test_models_that_cannot_be_used_are_refused_with_the_reason(pagedkv, checkpo
     assert refused.exit_code == 2
     assert "model.safetensors: the header claims" in refused.stderr
 
-    sizes = {"vocab_size": 101, "hidden_size": 32, "n_layer": 2, "n_head": 4}
-    refused = pagedkv("generate", checkpoints("bloom", model=build("Bloom", **sizes)), "abc")
+    refused = pagedkv("generate", checkpoints("neo", model=unsupported("GPTNeoForCausalLM")), "abc")
     assert refused.exit_code == 2
-    assert "BloomForCausalLM (bloom) cannot use paged attention: its attention" in refused.stderr
+    assert "GPTNeoForCausalLM (gpt_neo) cannot use paged attention: its attention" in refused.stderr
 
 
 def test_rows_that_fail_do_not_stop_the_others(generate, tmp_path, rows):

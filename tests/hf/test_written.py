@@ -178,6 +178,14 @@ def test_attention_of_another_kind_is_refused(how, monkeypatch):
         assert not any(cache.kv.length(seq) for seq in cache.rows)
 
 
+def test_weights_of_attention_are_refused():
+    model, (row,) = made("bloom"), prompts(9)
+    with PagedCache(model, **SIZES) as cache:
+        with pytest.raises(UnsupportedModelError, match=r"^output_attentions"):
+            generate(model, padded([row]), cache, output_attentions=True)
+        same(model, padded([row]), cache)
+
+
 def test_slopes_are_read_off_a_bias_of_any_padding_and_no_other_bias_has_any():
     padding = torch.tensor([[0, 0, 1, 1, 1, 1], [1, 1, 1, 0, 0, 0], [0, 0, 0, 0, 0, 1]]).bool()
     slopes, place = torch.tensor([0.37, 0.02, 0.5]), (padding.cumsum(1) - 1) * padding

@@ -17,6 +17,7 @@ SERVED = {
     "granitemoehybrid": ATTENTION_ALONE, "gemma4_text": GEMMA4, "bert": {"is_decoder": True},
     "roberta": {"is_decoder": True}, "qwen3_5_text": {}, "nemotron_h": {}, "falcon_h1": {},
     "gemma3n_text": {}, "gemma4": {"text_config": GEMMA4}, "gemma4_unified": {},
+    "bloom": {}, "mpt": {}, "falcon": {},
     "mimo_v2_flash": {}, "deepseek_v3": {}, "kimi_k25": {}, "longcat_flash": {}, "kimi_linear": {},
 }  # fmt: skip
 REFUSED = {
@@ -24,14 +25,14 @@ REFUSED = {
     "moshi": "layer 0 attends under a mask of all tokens, .* a window of 8|asked for no mask",
     "jetmoe": "after the cache", "diffllama": "after the cache", "doge": "after the cache",
     "git": "after the cache", "bert": "causal", "kosmos-2.5": "causal", "minimax": "states",
-    "glm5_next": "MLA", "xlstm": "num_attention_heads", "falcon": "interface",
+    "glm5_next": "MLA", "xlstm": "num_attention_heads",
 }  # fmt: skip
 
 
 # Types whose like is among the others, or that the fast tests of modes take through both doors.
 ALIKE = {
     "gemma4_text", "gemma4_unified", "janus", "kimi_k25", "nemotron_h", "falcon_h1", "gemma3n_text",
-    "mimo_v2_flash", "longcat_flash", "deepseek_v3",
+    "mimo_v2_flash", "longcat_flash", "deepseek_v3", "bloom", "mpt", "falcon",
 }  # fmt: skip
 
 

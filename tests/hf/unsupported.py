@@ -22,12 +22,11 @@ UNSUPPORTED = {
         | {"encoder_attention_heads": 4, "decoder_attention_heads": 4},
         "encoder-decoder",
     ),
-    "MptForCausalLM": ({"vocab_size": 99, "d_model": 32, "n_heads": 4, "n_layers": 2}, INTERFACE),
-    "BloomForCausalLM": (
-        {"vocab_size": 99, "hidden_size": 32, "n_layer": 2, "n_head": 4},
+    "GPTNeoForCausalLM": (
+        {"vocab_size": 101, "hidden_size": 32, "num_layers": 2, "num_heads": 4}
+        | {"attention_types": [[["global"], 2]]},
         INTERFACE,
     ),
-    "FalconForCausalLM": ({**SMALL, "alibi": True, "new_decoder_architecture": False}, INTERFACE),
     "DeepseekV4ForCausalLM": (
         {**SMALL, **EXPERTS, "num_key_value_heads": 1, "head_dim": 16, "qk_rope_head_dim": 8}
         | {"q_lora_rank": 16, "o_lora_rank": 16, "o_groups": 2, "n_routed_experts": 2}

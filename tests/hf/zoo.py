@@ -162,6 +162,7 @@ OWN: dict[str, dict[str, Any]] = {
         for kind in ("glm4v", "glm46v", "glm4v_moe", "glm_ocr", "glmga", "qwen3_5", "qwen3_5_moe")
     },
     "gpt_bigcode": {"num_key_value_heads": 1},
+    "mpt": {"use_cache": True},
     "zaya": {"num_experts_per_tok": 1},
     "axk2": {**_ALL_HEADS, **_CHOOSES, "head_dim": 8, "qk_head_dim": 16},
     "deepseek_v32": {**_ALL_HEADS, **_CHOOSES, "num_experts_per_tok": 2},

@@ -19,6 +19,7 @@ from tests.contents import Boom
 from tests.effort import examples, sampled
 from tests.hf.adapted import adapted
 from tests.hf.tiny import prompts, tiny
+from tests.hf.unsupported import unsupported
 from tests.hybrids import tiny_hybrid
 from tests.pressing import AtLine
 
@@ -103,15 +104,9 @@ def test_a_draft_with_recurrent_states_is_refused():
 
 
 def test_a_draft_that_cannot_be_paged_is_refused_under_its_name(model):
-    with pytest.raises(UnsupportedModelError, match=r"draft: Bloom.* cannot"):
-        generator(model, draft=tiny_bloom())
+    with pytest.raises(UnsupportedModelError, match=r"draft: GPTNeo.* cannot"):
+        generator(model, draft=unsupported("GPTNeoForCausalLM"))
     assert model.config._attn_implementation != "pagedkv"
-
-
-def tiny_bloom():
-    from transformers import BloomConfig, BloomForCausalLM
-
-    return BloomForCausalLM(BloomConfig(vocab_size=101, hidden_size=16, n_layer=1, n_head=2)).eval()
 
 
 def test_a_draft_elsewhere_is_refused(model, draft, monkeypatch):
