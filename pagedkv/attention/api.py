@@ -126,8 +126,9 @@ def paged_attention(
             where d is n or more. A table for all queries is given as `table.expand(T, -1, -1)`.
         indices: `[T, n]` int32 or int64, the places in its text of the tokens that each query
             reads, in any order and each once. Others are not read (sparse attention). Those below
-            0 and behind the query itself do not count; a query with none reads itself. It is for
-            dense pages of layers without a window, none of which a policy gives up.
+            0 and behind the query itself do not count; a query with none reads itself. `[T, G, n]`
+            has them of each KV head apart, without `sinks`. It is for dense pages of layers
+            without a window, none of which a policy gives up.
         return_lse: also return the natural log-sum-exp of the scores, the sink's included.
 
     Returns:
@@ -209,6 +210,7 @@ def attend_again(
     sinks: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
     distance_bias: Tensor | None = None,
+    indices: Tensor | None = None,
 ) -> Tensor:
     """Attends over the pages of a layer that has written in this step, and writes nothing.
 
@@ -222,6 +224,7 @@ def attend_again(
         num_queries: `[B]`, for how many of its last new tokens each row has queries; default for
             all.
         scale, softcap, sinks, alibi_slopes, distance_bias: as in `paged_attention`.
+        indices: as in `paged_attention`, where each row has queries for all its new tokens.
 
     Returns:
         `[T, H, D]` in the dtype of `q`, D that of V.
@@ -251,7 +254,12 @@ def attend_again(
     step = step.at(layer)
     step = step if num_queries is None else step.narrowed(num_queries)
     terms = _terms(q, scale, softcap, sinks, alibi_slopes, distance_bias)
-    call = checked(Call(q, None, None, step, layer, terms))
+    call = Call(q, None, None, step, layer, terms)
+    if indices is not None:
+        if num_queries is not None:
+            raise ValueError("num_queries: expected None beside indices")
+        return _attend_chosen(call, indices)[0]
+    call = checked(call)
     if step.config.groups[call.group].chunked:
         call = _in_chunks(call)
     backend = backend_of(step)
@@ -294,12 +302,15 @@ def _attend(call: Call, whole: StepMetadata) -> tuple[Tensor, Tensor]:
 
 
 def _attend_chosen(call: Call, indices: Tensor) -> tuple[Tensor, Tensor]:
-    """Writes, and attends to the tokens with these places in their texts."""
+    """Writes, if there is K, and attends to the tokens with these places in their texts."""
     call = checked(call)
     require_tensor("indices", indices)
-    found = backend_of(call.step).attend_chosen(call, chosen_of(call, indices))
-    call.step.wrote.append(call.layer)
-    return found
+    out, lse = backend_of(call.step).attend_chosen(call, chosen_of(call, indices))
+    if call.k is not None:
+        call.step.wrote.append(call.layer)
+    tokens, heads, _ = call.q.shape  # KV heads that choose apart were queries of their own
+    out = out.view(tokens, heads, -1)
+    return out, lse.view(tokens, heads) if call.return_lse else lse
 
 
 def _in_chunks(call: Call) -> Call:

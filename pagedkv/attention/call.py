@@ -61,12 +61,16 @@ class Call(NamedTuple):
 class Chosen(NamedTuple):
     """The tokens that the queries of a call read; `chosen.py` makes it of their places.
 
+    Where KV heads choose each for itself, a query is T * G queries of one KV head.
+
     Attributes:
-        pages: the layer's K and V, `[slots, G, 1, D]`, views.
+        q: `[T, H, D]`, or `[T * G, H / G, D]`.
+        pages: the layer's K and V, `[slots, G, 1, D]`, or `[slots, 1, 1, D]`, views.
         table: `[T, n]` int32, a page for each token, those of a query in the order of its text.
         counts: `[T]` int32, how many there are of each query, at least 1.
     """
 
+    q: Tensor
     pages: tuple[Tensor, Tensor]
     table: Tensor
     counts: Tensor
@@ -97,7 +101,7 @@ class Backend(Protocol):
         """`[T, H, D]` in the dtype of `q`; the log-sum-exp `[T, H]`, valid if asked for."""
 
     def attend_chosen(self, call: Call, chosen: Chosen) -> tuple[Tensor, Tensor]:
-        """`write`, then attends to the tokens given alone; results as those of `attend`."""
+        """`write`, if there is K, then attends to the tokens given alone; as `attend`."""
 
     def page_mass(self, call: Call, lse: Tensor) -> Tensor:
         """`[B, columns]` float32, the weight each page got from the queries that are watched.

@@ -30,39 +30,63 @@ def chosen_of(call: Call, indices: Tensor) -> Chosen:
         raise ValueError(f"indices: expected dense pages, got {step.config.kv_format!r}")
     if call.scoring.is_biased:
         raise ValueError("indices: expected None with a bias by distance, which they do not tell")
-    if indices.ndim != 2 or len(indices) != step.num_tokens or not indices.shape[1]:
-        shape = [step.num_tokens, "n"]
-        raise ValueError(f"indices: expected shape {shape}, got {list(indices.shape)}")
+    apart = indices.ndim == 3  # the heads choose each for itself
+    q, (tokens, own) = call.q, (step.num_tokens, step.positions[:, None])
+    heads = step.config.shapes[group].num_kv_heads
+    shape = [tokens, heads] if apart else [tokens]
+    if [*indices.shape[:-1]] != shape or not indices.shape[-1]:
+        raise ValueError(f"indices: expected shape {[*shape, 'n']}, got {list(indices.shape)}")
     if indices.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"indices: expected int32 or int64, got {indices.dtype}")
-    if indices.device != call.q.device:
-        raise ValueError(f"indices: expected device {call.q.device}, got {indices.device}")
-    own = step.positions[:, None]
+    if indices.device != q.device:
+        raise ValueError(f"indices: expected device {q.device}, got {indices.device}")
+    if apart:
+        if call.scoring.sinks is not None:
+            raise ValueError("sinks: expected None where KV heads choose each for itself")
+        q = q.reshape(tokens * heads, -1, q.shape[2])
+        indices, own = indices.flatten(0, 1), own.repeat_interleave(heads, 0)
     behind = step.config.max_sequence_length  # after all tokens, so that those come first
     counted = (indices >= 0) & (indices <= own)
-    tokens = torch.where(counted, indices, behind).sort(1).values
-    tokens[:, :1] = torch.minimum(tokens[:, :1], own)  # of none: itself, which is written
+    places = torch.where(counted, indices, behind).sort(1).values
+    places[:, :1] = torch.minimum(places[:, :1], own)  # of none: itself, which is written
     counts = counted.sum(1).clamp_(min=1).int()
-    k, v = (_by_slot(page) for page in pages)
+    k, v = (_by_slot(page, apart) for page in pages)
     if len(k) >= 2**31:
         raise ValueError(f"indices: expected fewer than 2**31 slots of all heads, got {len(k)}")
-    return Chosen((k, v), _slots(step, group, tokens, pages[0]), counts)
+    return Chosen(q, (k, v), _slots(step, group, places, pages[0], apart), counts)
 
 
-def _by_slot(pages: Tensor) -> Tensor:
-    """Pages `[N, G, P, D]` as pages of one slot, a view whose ids count in steps of a slot."""
+def _unit(pages: Tensor, apart: bool) -> int:
+    """The elements by which the ids of slots count, or of the heads of slots."""
+    _, head, slot, _ = pages.stride()
+    return min(head, slot) if apart else slot
+
+
+def _by_slot(pages: Tensor, apart: bool = False) -> Tensor:
+    """Pages `[N, G, P, D]` as pages of one slot, a view; with one head each if heads are apart."""
     count, heads, size, dim = pages.shape
     page, head, slot, _ = pages.stride()
-    return pages.as_strided(
-        ((count - 1) * (page // slot) + size, heads, 1, dim), (slot, head, slot, 1)
-    )
+    unit = _unit(pages, apart)
+    last = (count - 1) * page + (size - 1) * slot + apart * (heads - 1) * head
+    shape = last // unit + 1, 1 if apart else heads, 1, dim
+    return pages.as_strided(shape, (unit, head, unit, 1))
 
 
-def _slots(step: StepMetadata, group: int, tokens: Tensor, pages: Tensor) -> Tensor:
-    """The ids, among pages of one slot, of tokens `[T, n]` of the rows of a step."""
+def _slots(step: StepMetadata, group: int, places: Tensor, pages: Tensor, apart: bool) -> Tensor:
+    """The ids, among pages of one slot, of tokens `[T, n]` of the rows of a step.
+
+    Args:
+        apart: there is one for each KV head of a token, `[T * G, n]`.
+    """
     table, size = step.page_table(group), step.config.page_size
+    (page, head, slot, _), unit = pages.stride(), _unit(pages, apart)
     rows = torch.arange(len(table), device=table.device)
     rows = rows.repeat_interleave(step.query_start_loc.diff(), output_size=step.num_tokens)
-    columns = (tokens // size).clamp_(max=table.shape[1] - 1)
-    ids = table[rows[:, None], columns].clamp_(min=0)
-    return (ids * (pages.stride(0) // pages.stride(2)) + tokens % size).int()
+    heads = torch.arange(len(places) // step.num_tokens, device=table.device)
+    rows = rows.repeat_interleave(len(heads))
+    columns = (places // size).clamp_(max=table.shape[1] - 1)
+    ids = table[rows[:, None], columns].clamp_(min=0).long() * (page // unit)
+    ids += places % size * (slot // unit)
+    return (
+        (ids.unflatten(0, (-1, len(heads))) + heads[:, None] * (head // unit)).flatten(0, 1).int()
+    )

@@ -149,13 +149,12 @@ def attend(call: Call, plan: Plan) -> tuple[Tensor, Tensor]:
 
 
 def attend_chosen(call: Call, chosen: Chosen) -> tuple[Tensor, Tensor]:
-    """Writes, then attends to the tokens given; results as those of `attend`."""
-    assert call.k is not None
-    assert call.v is not None
-    write(call.k, call.v, call.step, call.layer)
+    """Writes, if there is K, then attends to the tokens given; results as those of `attend`."""
+    if call.k is not None and call.v is not None:
+        write(call.k, call.v, call.step, call.layer)
     lens = chosen.counts.cpu().numpy()
     return kernels.paged_attention(
-        *(call.q, *chosen.pages, chosen.table, np.ones_like(lens), lens, call.scoring),
+        *(chosen.q, *chosen.pages, chosen.table, np.ones_like(lens), lens, call.scoring),
         return_lse=call.return_lse,
     )
 

@@ -112,16 +112,15 @@ def attend(call: Call, plan: Plan) -> tuple[Tensor, Tensor]:
 
 
 def attend_chosen(call: Call, chosen: Chosen) -> tuple[Tensor, Tensor]:
-    """Writes, then attends to the tokens given; results as those of `attend`."""
-    assert call.k is not None
-    assert call.v is not None
-    write(call.k, call.v, call.step, call.layer)
-    (k, v), table, counts = chosen
+    """Writes, if there is K, then attends to the tokens given; results as those of `attend`."""
+    if call.k is not None and call.v is not None:
+        write(call.k, call.v, call.step, call.layer)
+    q, (k, v), table, counts = chosen
     lens = counts.cpu().numpy().astype("int64")
     buckets = cut_step(np.ones_like(lens), lens, 1, None, _token_bytes(call), exact=False)
     scratch = call.step.storage.scratch(scratch_elements(buckets, k.shape[1] * k.shape[3], 1))
     return kernels.paged_attention(
-        *(call.q, None, None, k, v, table, buckets, scratch, call.scoring),
+        *(q, None, None, k, v, table, buckets, scratch, call.scoring),
         return_lse=call.return_lse,
     )
 

@@ -120,17 +120,14 @@ def attend(call: Call, plan: Plan) -> tuple[Tensor, Tensor]:
 
 
 def attend_chosen(call: Call, chosen: Chosen) -> tuple[Tensor, Tensor]:
-    """Writes, then attends to the tokens given; results as those of `attend`."""
-    (k, v), table, counts = chosen
+    """Writes, if there is K, then attends to the tokens given; results as those of `attend`."""
+    q, (k, v), table, counts = chosen
     starts = torch.arange(len(table) + 1, dtype=torch.int32, device=table.device)
-    tensors = call.q, k, v, table, counts, starts
-    work = kernels.plan(
-        *(counts, starts, call.q, k, v), num_new=[1] * len(table), max_kv=table.shape[1]
-    )
+    tensors = q, k, v, table, counts, starts
+    work = kernels.plan(*(counts, starts, q, k, v), num_new=[1] * len(table), max_kv=table.shape[1])
     kernels.check_call(*tensors, work.geometry, call.scoring)
-    assert call.k is not None
-    assert call.v is not None
-    write(call.k, call.v, call.step, call.layer)
+    if call.k is not None and call.v is not None:
+        write(call.k, call.v, call.step, call.layer)
     return kernels.attend(*tensors, work, call.scoring)
 
 

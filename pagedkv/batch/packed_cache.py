@@ -13,9 +13,9 @@ from pagedkv.arrays import Ints
 from pagedkv.cache.cache import PagedKVCache
 from pagedkv.errors import UnsupportedModelError
 from pagedkv.hf.forward_cache import NAME, ForwardCache, changed_after_cache
-from pagedkv.hf.latent import paged_layer
 from pagedkv.hf.layer import PagedLayer
 from pagedkv.hf.model import text_config
+from pagedkv.hf.paged_layers import paged_layer
 from pagedkv.models import layer_kinds
 from pagedkv.step.metadata import StepMetadata
 
@@ -44,16 +44,13 @@ class PackedCache(ForwardCache):
         for i, kind in enumerate(layer_kinds(text_config(self.model))):
             if kind.state is not None:
                 self.mixers.states[i] = kind.state
-            if kind.attention is None:
-                layers.append(AbsentStates(i))
-                continue
             at = kind.attention
-            both = kind.state is not None
-            layers.append(
-                PagedAbsentStates(self, at, windows[at], i)
-                if both
-                else paged_layer(self, at, kind.indexer)
-            )
+            if at is None and kind.source is None:
+                layers.append(AbsentStates(i))
+            elif at is not None and kind.state is not None:
+                layers.append(PagedAbsentStates(self, at, windows[at], i))
+            else:
+                layers.append(paged_layer(self, kind))
         return layers
 
     @property

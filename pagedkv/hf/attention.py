@@ -16,6 +16,7 @@ from pagedkv.models.refusals import of_sinks
 from .before import attention_before, mask_of_chosen
 from .forward_cache import changed_after_cache, waiting
 from .handles import MaskHandle, as_mask, staged_of
+from .paged_layers import SharedLatents
 from .staged import Staged
 
 # What models pass along that does not change the mathematics of attention.
@@ -61,6 +62,10 @@ def attention_function(
         missed.layer.staged = None
         if getattr(module, "layer_idx", None) == missed.layer.index:
             raise changed_after_cache(missed.layer.index)
+    if staged is None and missed is None and isinstance(attention_mask, MaskHandle):
+        layers, at = attention_mask.cache.layers, getattr(module, "layer_idx", -1)
+        if at in range(len(layers)) and isinstance(layers[at], SharedLatents):
+            staged = layers[at].expanded_by(module, key, value)
     if staged is not None:
         return over_pages(staged, module, query, attention_mask, **kwargs)
     if isinstance(attention_mask, MaskHandle):

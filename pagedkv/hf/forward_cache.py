@@ -23,7 +23,7 @@ from pagedkv.arrays import Ints
 from pagedkv.cache import PagedKVCache
 from pagedkv.cache.fair_turns import Turn
 from pagedkv.errors import UnsupportedModelError
-from pagedkv.models import facts_of, shared_layers
+from pagedkv.models import attending_again, facts_of
 from pagedkv.step.metadata import StepMetadata
 
 from .model import text_config
@@ -78,8 +78,9 @@ class ForwardCache(Cache):
 
     @cached_property
     def paged(self) -> list[Any]:
-        """The layers that have K and V; a model may have others."""
-        return [layer for layer in self.layers if isinstance(layer, CacheLayerMixin)]
+        """The layers that have K and V of their own; a model may have others."""
+        found = (layer for layer in self.layers if isinstance(layer, CacheLayerMixin))
+        return [layer for layer in found if not layer.is_shared]
 
     @cached_property
     def turn(self) -> Turn:
@@ -93,8 +94,8 @@ class ForwardCache(Cache):
 
     @cached_property
     def shared_layers(self) -> int:
-        """How many of the model's last layers attend to the K and V of others."""
-        return shared_layers(text_config(self.model))
+        """How many of the model's layers attend to the K and V of others."""
+        return attending_again(text_config(self.model))
 
     @property
     def position_ids(self) -> Tensor:

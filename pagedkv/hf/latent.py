@@ -29,8 +29,7 @@ from pagedkv.errors import UnsupportedModelError
 from pagedkv.kernels.torch.expanded import attend_row
 from pagedkv.step.metadata import StepMetadata
 
-from .forward_cache import ForwardCache
-from .indexers import IndexedLayer
+from .forward_cache import changed_after_cache
 from .layer import PagedLayer
 from .placement import is_plain
 from .staged import Staged
@@ -90,19 +89,11 @@ class StagedLatents(Staged):
 
     def over_pages(self, query: Tensor, step: StepMetadata, **terms: Any) -> Tensor:
         """Writes the latents and attends: `[T, H, D]`, D that of V."""
-        assert self.made is not None
-        cache, index = self.layer.cache, self.layer.index
-        latents, q = cache.packed(self.k), cache.packed(query)
-        module, k, v = self.made
-        for name, x in (("k", k), ("v", v)):  # whose weights the absorbed form takes as they are
-            check_grad(name, x)
-        made = Expansion(module, cache.packed(k), cache.packed(v))
-        halves = Halves.of(made, q, latents, self.v.shape[-1])
-        call = _Call(q, latents, made, halves, step, index, self.v.shape[-1], terms)
-        few = call.absorbed_rows()
+        call = self._call(q := self.layer.cache.packed(query), step, terms)
+        few, latents = call.absorbed_rows(), call.latents
         if few.all():
             return call.absorbed()
-        write_kv(latents, latents[..., : call.rank], step, index)
+        write_kv(latents, latents[..., : call.rank], step, call.layer)
         out = q.new_empty(*q.shape[:2], self.width)
         if few.any():
             mine = torch.from_numpy(np.flatnonzero(np.repeat(few, step.num_new))).to(q.device)
@@ -112,56 +103,23 @@ class StagedLatents(Staged):
             out[tokens] = sums
         return out
 
+    def over_written(
+        self, q: Tensor, step: StepMetadata, rows: Ints | None, **terms: Any
+    ) -> Tensor:
+        """See `Staged`; a layer without latents attends in the absorbed form alone."""
+        call = self._call(q, step, terms)
+        if not call.absorbed_rows().all():
+            raise changed_after_cache(call.layer)
+        return call.absorbed_again(slice(None), rows)
 
-class LatentLayer(PagedLayer):
-    """One layer of a `PagedCache` that is given latents."""
-
-    def stage(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
-        """Stages latents `[B, 1, q, R]` and `[B, 1, q, r]`, and returns those of new tokens alone.
-
-        The model expands them, so they are no handles: the attention function finds them by
-        `waiting`.
-        """
-        if key_states.shape[1] * value_states.shape[1] > 1:
-            raise UnsupportedModelError(
-                f"layer {self.index}: in this release of transformers the model gives its cache "
-                "expanded K and V; pages keep its latents, as newer releases give them"
-            )
-        self.wait(StagedLatents(self, key_states, value_states))
-        return key_states, value_states
-
-    def held(self) -> tuple[Tensor, Tensor] | None:
-        """Copies of latents and rotated keys, as a model gives them to its cache."""
-        held = super().held()
-        if held is None:
-            return None
-        both, rank = held[0], held[1].shape[-1]
-        return both[..., :rank], both[..., rank:]
-
-    def write_dense(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
-        """Writes latents and returns all of the layer, for another attention."""
-        both, rank = torch.cat([key_states, value_states], dim=-1), key_states.shape[-1]
-        k, _ = self.cache.update_dense(self, both, both[..., :rank])
-        return k[..., :rank], k[..., rank:]
-
-
-class IndexedLatents(IndexedLayer, LatentLayer):
-    """One layer of a cache that is given latents, of which queries read chosen ones."""
-
-
-def paged_layer(cache: ForwardCache, index: int, keys: int | None = None) -> PagedLayer:
-    """A layer of a cache, for the model's layer of this index among those with K and V.
-
-    Args:
-        keys: the layer of the cache that has its index keys; None if it has none.
-    """
-    config = cache.kv.config
-    latent, window = config.shapes[config.group_of[index]].v_is_k, config.windows[index]
-    if keys is None:
-        return (LatentLayer if latent else PagedLayer)(cache, index, window)
-    layer = (IndexedLatents if latent else IndexedLayer)(cache, index, window)
-    layer.keys_layer = keys
-    return layer
+    def _call(self, q: Tensor, step: StepMetadata, terms: dict[str, Any]) -> _Call:
+        assert self.made is not None
+        packed, (module, k, v), rank = self.layer.cache.packed, self.made, self.v.shape[-1]
+        for name, x in (("k", k), ("v", v)):  # whose weights the absorbed form takes as they are
+            check_grad(name, x)
+        latents, made = packed(self.k), Expansion(module, packed(k), packed(v))
+        halves = Halves.of(made, q, latents, rank)
+        return _Call(q, latents, made, halves, step, self.layer.index, rank, terms)
 
 
 class Halves(NamedTuple):
@@ -260,8 +218,8 @@ class _Call(NamedTuple):
         q = self._meeting(self.q)
         return self._values(paged_attention(q, *seen, self.step, self.layer, **self.terms))
 
-    def absorbed_again(self, tokens: Tensor, counts: Ints) -> Tensor:
-        """Attends for these tokens, whose rows have `counts` queries."""
+    def absorbed_again(self, tokens: Tensor | slice, counts: Ints | None) -> Tensor:
+        """Attends for these tokens, whose rows have `counts` queries; None for all of a step."""
         q = self._meeting(self.q[tokens])
         sums = attend_again(q, self.step, self.layer, num_queries=counts, **self.terms)
         return self._values(sums)

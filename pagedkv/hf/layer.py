@@ -29,6 +29,7 @@ class PagedLayer(CacheLayerMixin):
 
     supports_early_init = False
     is_croppable = True
+    is_shared = False  # whether its pages are those of another layer
 
     def __init__(self, cache: ForwardCache, index: int, window: int | None) -> None:
         super().__init__()

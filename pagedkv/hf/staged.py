@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from pagedkv.arrays import Ints
 from pagedkv.attention.api import attend_again, paged_attention
 from pagedkv.errors import UnsupportedModelError
 from pagedkv.models.kinds import Sight
@@ -124,6 +125,16 @@ class Staged:
                 f"another part of its attention on each than pages of {heads} KV heads: {error}"
             ) from error
 
+    def over_written(
+        self, q: Tensor, step: StepMetadata, rows: Ints | None, **terms: Any
+    ) -> Tensor:
+        """Attends to what is written already, without padding: `[T, H, D]`.
+
+        Args:
+            rows: `[B]`, queries of each row; None for all of a step.
+        """
+        return attend_again(q, step, self.layer.index, num_queries=rows, **terms)
+
     def _attend_again(self, query: Tensor, **terms: Any) -> Tensor:
         """Attends for a layer without K and V of its own: `[B, n, H, D]`.
 
@@ -141,8 +152,7 @@ class Staged:
         else:
             rows = None if new == self.k.shape[2] else cache.num_queries(new)
             q = cache.packed(query)
-            out = attend_again(q, cache.opened, layer.index, num_queries=rows, **terms)
-            out = cache.unpacked(out, query)
+            out = cache.unpacked(self.over_written(q, cache.opened, rows, **terms), query)
         cache.attended_again += 1
         layer.end_by_hand(cache)
         return out

@@ -23,9 +23,9 @@ from pagedkv.models.states import end_of
 from pagedkv.step.metadata import StepMetadata
 
 from .forward_cache import ForwardCache
-from .latent import paged_layer
 from .layer import PagedLayer
 from .model import text_config
+from .paged_layers import paged_layer
 from .release import CACHE
 from .transaction import enter
 
@@ -42,8 +42,8 @@ def make_layers(cache: ForwardCache) -> list[Any]:
         states = 1 if state is None or tensors[state] < most else most
         if attention is not None and state is not None:
             made.append(HybridLayer(cache, attention, windows[attention], state, states))
-        elif attention is not None:
-            made.append(paged_layer(cache, attention, kind.indexer))
+        elif attention is not None or kind.source is not None:
+            made.append(paged_layer(cache, kind))
         elif state is not None:
             grams = tensors[state] > states > 1
             made.append(StateLayer(cache, state, states, end_of(text) if grams else None))

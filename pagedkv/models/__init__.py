@@ -12,7 +12,7 @@ transformers' own classes.
 
 from .facts import facts_of, types_with
 from .groups import DTYPE_BYTES, LayerGroup, StateLayer, paged_layers
-from .kinds import LayerKind, field_of, layer_kinds, shared_layers
+from .kinds import LayerKind, attending_again, field_of, layer_kinds, shared_layers
 from .shapes import KVShape, kv_shapes, require_shape
 from .states import state_tensors
 
@@ -22,6 +22,7 @@ __all__ = [
     "LayerGroup",
     "LayerKind",
     "StateLayer",
+    "attending_again",
     "facts_of",
     "field_of",
     "kv_shapes",

@@ -153,6 +153,7 @@ FACTS: dict[str, Facts] = {
     "mimo_v2_flash": Facts(head_dim=192, sinks=True, twice_in_windows=True, layers="sixths"),
     "minicpm3": _LATENT,
     "mistral4": _LATENT,
+    "mistral_large4_text": _CHOSEN,
     "mpt": Facts(written=True),
     "nemotron_h": Facts(states="mamba2"),
     "olmo_hybrid": _DELTA,

@@ -54,6 +54,7 @@ class LayerKind(NamedTuple):
         chunked: the window begins anew at every multiple of it.
         indexer: the layer of the cache that has the index keys by which its tokens are chosen,
             behind all with K and V; None if it reads all. Layers may share one.
+        source: the layer of the cache to whose K and V it attends, where it has none of its own.
     """
 
     keeps: Keeps
@@ -62,6 +63,7 @@ class LayerKind(NamedTuple):
     state: int | None = None
     chunked: bool = False
     indexer: int | None = None
+    source: int | None = None
 
 
 def layer_kinds(text: Any) -> list[LayerKind]:
@@ -84,7 +86,11 @@ def layer_kinds(text: Any) -> list[LayerKind]:
         raise ValueError(f"config: layers of kind {', '.join(strange)} keep no pages")
     found: list[LayerKind] = []
     attentions = states = 0
-    for name in names:
+    sources = field_of(text, "kv_source_layers") or range(len(names))
+    for i, name in enumerate(names):
+        if sources[i] != i:
+            found.append(LayerKind("none", source=found[sources[i]].attention))
+            continue
         keeps = KEEPS[name]
         attends, remembers = keeps in ("attention", "both"), keeps in ("state", "both")
         found.append(
@@ -103,7 +109,7 @@ def layer_kinds(text: Any) -> list[LayerKind]:
     own = [name == "full" for name in field_of(text, "indexer_types") or ["full"] * len(found)]
     last = attentions - 1
     for i, layer in enumerate(found):
-        if layer.attention is not None:
+        if layer.attention is not None or layer.source is not None:
             last += own[i]
             found[i] = layer._replace(indexer=last)
     return found
@@ -142,6 +148,11 @@ def _names(text: Any) -> list[str]:
 def shared_layers(text: Any) -> int:
     """How many of a decoder's last layers have no K and V but those of another layer."""
     return field_of(text, "num_kv_shared_layers") or 0
+
+
+def attending_again(text: Any) -> int:
+    """How many of a decoder's layers attend to the K and V of another layer."""
+    return shared_layers(text) + sum(kind.source is not None for kind in layer_kinds(text))
 
 
 def field_of(config: Any, name: str) -> Any:

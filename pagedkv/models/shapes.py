@@ -59,8 +59,12 @@ def kv_shapes(text: Any, kinds: Sequence[LayerKind]) -> list[KVShape]:
                 "config: latent attention (MLA) is served for "
                 f"{', '.join(types_with('latent'))}, not for {field_of(text, 'model_type')}"
             )
-        latent = KVShape(1, rank + field_of(text, "qk_rope_head_dim"), rank, v_is_k=True)
-        return [latent for kind in kinds if kind.attention is not None] + index
+        widths = [rank + rotated for rotated in _rotated(text, len(kinds))]
+        return [
+            KVShape(1, width, rank, v_is_k=True)
+            for width, kind in zip(widths, kinds)
+            if kind.attention is not None
+        ] + index
     layers = _layers(text, len(kinds))
     own = [_shape(layers[i], kind) for i, kind in enumerate(kinds) if kind.attention is not None]
     return own + index
@@ -111,6 +115,12 @@ def _index_shape(text: Any) -> KVShape:
         dim = field_of(text, "head_dim") or text.hidden_size // text.num_attention_heads
         width += int(dim * told.get("partial_rotary_factor", 1.0))
     return KVShape(1, width, width, v_is_k=True)
+
+
+def _rotated(text: Any, count: int) -> list[int]:
+    """Elements of the rotated key beside the latents of each layer; 0 where none is rotated."""
+    rotates = field_of(text, "no_rope_layers") or [True] * count  # 0 says that a layer has none
+    return [field_of(text, "qk_rope_head_dim") if one else 0 for one in rotates]
 
 
 def _layers(text: Any, count: int) -> Sequence[Any]:

@@ -1,9 +1,12 @@
 """Attention to given tokens is attention to a text of these alone, and reads no others."""
 
+from dataclasses import replace
+from itertools import product
+
 import pytest
 import torch
 
-from pagedkv import LayerGroup, PagedKVCache, paged_attention
+from pagedkv import LayerGroup, PagedKVCache, attend_again, paged_attention
 from pagedkv.attention.api import write_kv
 from pagedkv.attention.chosen import _by_slot
 from tests.attention.texts import P, Sizes, assert_accurate, attention, cache_for, text
@@ -107,6 +110,34 @@ def test_given_tokens_are_a_text_of_their_own(sizes, terms, backend):
             at += 1
 
 
+@pytest.mark.parametrize(("sizes", "backend"), each_value(SIZES, ["c", "torch", "triton"]))
+def test_heads_that_choose_apart_read_as_if_each_were_alone(sizes, backend):
+    """Each KV head against a cache of that head, which the tests above hold; and once more."""
+    if backend == "triton":
+        pytest.importorskip("triton")
+    sizes = SIZES[sizes]
+    texts = [text(sizes, n, seed=n) for n in LENGTHS]
+    heads, each = sizes.groups, sizes.heads // sizes.groups
+    indices = torch.stack([chosen_of(LENGTHS, LENGTHS, 6, seed) for seed in range(heads)], 1)
+    q, k, v = (torch.cat([getattr(t, name)[0] for t in texts]) for name in "qkv")
+
+    def attended(q, k, v, indices, groups):
+        config = cache_for(replace(sizes, groups=groups)).config
+        cache = PagedKVCache(config, device="cpu", backend=backend, debug=True)
+        with cache.step([cache.add() for _ in texts], num_new=LENGTHS) as step:
+            v = k[..., : v.shape[2]] if sizes.v_is_k else v
+            found = paged_attention(q, k, v, step, 0, indices=indices, return_lse=True)
+            torch.testing.assert_close(attend_again(q, step, 0, indices=indices), found[0])
+        return found
+
+    found = attended(q, k, v, indices, heads)
+    for head in range(heads):
+        its, one = slice(each * head, each * (head + 1)), slice(head, head + 1)
+        alone = attended(q[:, its], k[:, one], v[:, one], indices[:, head], 1)
+        for ours, expected in zip(found, alone):
+            torch.testing.assert_close(ours[:, its], expected)
+
+
 @pytest.mark.parametrize("backend", ["c", "torch"])
 def test_a_query_with_none_reads_itself(backend):
     sizes = Sizes()
@@ -161,3 +192,8 @@ def test_every_slot_is_a_page_in_either_layout(heads_first):
         for slot in range(P):
             number = page * (pages.stride(0) // pages.stride(2)) + slot
             assert torch.equal(slots[number, :, 0], pages[page, :, slot])
+    unit = min(pages.stride()[1:3])
+    alone = _by_slot(pages, apart=True)
+    for place in product(range(5), range(3), range(P)):
+        number = sum(at * step // unit for at, step in zip(place, pages.stride()))
+        assert torch.equal(alone[number, 0, 0], pages[place])

@@ -86,6 +86,7 @@ PLAIN = {
     "lighton_ocr": _plain(9, 28, 1, sized=True),
     "llava": _plain(64, 32, 1),
     "mistral3": _plain(9, 28, 1, sized=True),
+    "mistral_large4": _plain(9, 28, 1, sized=True),
     "smolvlm": _plain(9, 24, 1, 1, **_SMALL),
 }
 # Models whose positions run behind their tokens.

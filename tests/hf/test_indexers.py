@@ -17,8 +17,8 @@ from pagedkv.errors import UnsupportedModelError
 from pagedkv.hf import PagedCache
 from tests.effort import few
 from tests.hf.modes import SIZES, made, own, paged
-from tests.hf.tiny import generate, named, padded, prompts
-from tests.hf.zoo import built
+from tests.hf.tiny import assert_close, generate, named, padded, prompts
+from tests.hf.zoo import OWN, built
 
 BUDGET, BLOCK = 8, 4
 # The types of each kind: by blocks, by tokens, by an indexer that layers share, with sinks.
@@ -26,7 +26,16 @@ SHARED = {
     "num_hidden_layers": 4, "indexer_types": ["full", "shared"] * 2,
     "mlp_layer_types": ["dense"] * 4, "layer_types": ["indexed_attention"] * 4,
 }  # fmt: skip
-KINDS = {"qwen4_exp": {}, "deepseek_v32": {}, "glm_moe_dsa": SHARED, "hy_v4": {}}
+# Latents with and without a rotated key, which later layers attend to again, with an index or not.
+AGAIN = {
+    "num_hidden_layers": 6, "no_rope_layers": [1, 0] * 3, "kv_source_layers": [0, 1, 0, 1, 4, 1],
+    "indexer_types": ["full", "shared", "full", "full", "shared", "full"],
+    "mlp_layer_types": ["dense"] * 6, "layer_types": ["indexed_attention"] * 6,
+}  # fmt: skip
+KINDS = {
+    "qwen4_exp": {}, "deepseek_v32": {}, "glm_moe_dsa": SHARED, "hy_v4": {},
+    "mistral_large4": {"text_config": OWN["mistral_large4"]["text_config"] | AGAIN},
+}  # fmt: skip
 
 
 @cache
@@ -34,9 +43,11 @@ def model_of(kind):
     if kind == "qwen4_exp":
         return made(kind)
     model = built(kind, **KINDS[kind])
-    for name, values in model.named_parameters():
-        if name.endswith(".sinks"):  # as they begin they are all alike
+    for name, values in model.named_parameters():  # as they begin they are all alike
+        if name.endswith(".sinks"):
             torch.nn.init.normal_(values, 1.0, 2.0)
+        elif "softmax_scaling" in name or name.endswith("rotary_emb.alpha"):
+            torch.nn.init.normal_(values, 1.0, 0.2)
     return model
 
 
@@ -45,9 +56,11 @@ def model(request):
     return model_of(getattr(request, "param", "qwen4_exp"))
 
 
-kinds = pytest.mark.parametrize("model", few(KINDS, "deepseek_v32", "qwen4_exp"), indirect=True)
+kinds = pytest.mark.parametrize(
+    "model", few(KINDS, "deepseek_v32", "mistral_large4", "qwen4_exp"), indirect=True
+)
 chosen_one_by_one = pytest.mark.parametrize(
-    "model", few([*KINDS][1:], "glm_moe_dsa"), indirect=True
+    "model", few([*KINDS][1:], "glm_moe_dsa", "mistral_large4"), indirect=True
 )
 
 
@@ -104,7 +117,7 @@ def test_rows_of_one_forward_take_the_positions_that_a_model_makes_for_all(model
     rows = torch.stack(prompts(14, 14))
     expected = torch.cat([model(row[None]).logits for row in rows])
     with PagedCache(model, **SIZES) as cache:
-        torch.testing.assert_close(model(rows, **named(cache)).logits, expected)
+        assert_close(model(rows, **named(cache)).logits, expected)
 
 
 @chosen_one_by_one

@@ -143,6 +143,7 @@ OWN: dict[str, dict[str, Any]] = {
             "llama_4_scaling_beta": 0.1,
         },
     },
+    "mistral_large4": {"text_config": {**_ALL_HEADS, **_CHOOSES}},
     "nemotron": {"num_key_value_heads": 2},
     "paddleocr_vl": {"text_config": {"rope_parameters": _MROPE}},
     "qwen2_5_vl": {"text_config": {"rope_parameters": _MROPE}},
