@@ -70,7 +70,7 @@ def attention_function(
         return over_pages(staged, module, query, attention_mask, **kwargs)
     if isinstance(attention_mask, MaskHandle):
         raise changed_after_cache(attention_mask.cache.forward_layer)
-    attention_mask = mask_of_chosen(module, attention_mask, kwargs)
+    attention_mask = mask_of_chosen(module, query, key, attention_mask, kwargs)
     attend = attention_before(module, kwargs)
     with without_cudnn(query.device):
         return attend(module, query, key, value, attention_mask, **kwargs)
@@ -87,13 +87,15 @@ def over_pages(
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     indices: Tensor | None = None,
+    block_indices: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Attends to what a layer has staged and to the pages.
 
     Args:
         s_aux: `[H]`, attention sinks.
-        indices: a handle of the tokens that queries read, if the mask has none; None for all.
+        indices, block_indices: a handle of the tokens that queries read, if the mask has none;
+            None for all.
 
     Returns:
         `[B, q, H, D]`, zeros for padding tokens; no weights.
@@ -111,7 +113,8 @@ def over_pages(
             f"{layer.window}"
         )
     terms = {"scale": scaling, "softcap": softcap, "sinks": s_aux}
-    chosen = layer.chosen(indices if mask.chosen is None else mask.chosen)
+    handles = (one for one in (mask.chosen, indices, block_indices) if one is not None)
+    chosen = layer.chosen(next(handles, None))
     if chosen is not None:
         terms["indices"] = chosen
     return staged.attend(query, mask.padding, **terms), None

@@ -10,7 +10,7 @@ from types import FunctionType
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
@@ -79,20 +79,28 @@ def attention_before(module: nn.Module, terms: Mapping[str, Any]) -> Callable[..
     )
 
 
-def mask_of_chosen(module: nn.Module, mask: Any, terms: dict[str, Any]) -> Any:
+def mask_of_chosen(
+    module: Any, query: Tensor, key: Tensor, mask: Any, terms: dict[str, Any]
+) -> Any:
     """The mask of a call without pages, narrowed to the tokens that the model's indexer chose.
 
     Under `eager` and `sdpa` a model does this by itself; under any other name it hands them on.
 
     Args:
+        query, key: `[B, heads, n, D]`.
         mask: `[B, 1, q, length]`, bool or added to scores.
-        terms: as for `attention_before`; `indices` `[B, q, n]` are taken out where they are used.
+        terms: as for `attention_before`; `indices` `[B, q, n]` or `block_indices` `[B, G, q, n]`
+            are taken out where they are used.
     """
     before = _known.get(id(getattr(module, "config", None)))
-    indices = terms.get("indices")
-    if indices is None or (before is not None and before.name not in ("eager", "sdpa")):
+    name = next((n for n in ("indices", "block_indices") if terms.get(n) is not None), None)
+    if name is None or (before is not None and before.name not in ("eager", "sdpa")):
         return mask
-    del terms["indices"]
+    indices = terms.pop(name)
+    if name == "block_indices":
+        length, (dtype, device) = key.shape[2], (query.dtype, query.device)
+        places = torch.arange(length - query.shape[2], length, device=device)[None]
+        return module.indexer.build_block_mask(indices, mask, length, dtype, device, places)
     seen = torch.zeros(*indices.shape[:2], mask.shape[-1], dtype=torch.bool, device=mask.device)
     seen = seen.scatter_(-1, indices.long(), True).unsqueeze(1)
     if mask.dtype == torch.bool:

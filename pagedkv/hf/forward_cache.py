@@ -53,6 +53,7 @@ class ForwardCache(Cache):
         touched: whether a layer took part in the forward that is under way.
         forward_is_paged: `is_paged` at the first layer of this forward.
         slopes: those of a bias of this forward, behind what tells it; see `written.py`.
+        latest_mask: the mask that was made last for a forward with it.
         rows: sequence ids of the batch rows; empty before the first forward.
         texts: what they say.
         prepared: what `generate` has prepared for its first forward, if images are in it.
@@ -70,6 +71,7 @@ class ForwardCache(Cache):
     touched: bool
     forward_is_paged: bool
     slopes: tuple[Any, Tensor] | None = None
+    latest_mask: weakref.ref[Any] | None = None
 
     @property
     @abstractmethod

@@ -126,7 +126,7 @@ class ChosenHandle(Handle):
 
     Attributes:
         layer: the layer of the cache that has the index keys by which they were chosen.
-        places: `[T, n]`, where they stand in their texts; -1 for none.
+        places: `[T, n]` or `[T, G, n]`, where they stand in their texts; below 0 for none.
     """
 
     layer: int
@@ -135,7 +135,7 @@ class ChosenHandle(Handle):
     @classmethod
     def made(cls, layer: int, places: Tensor, of_row: Tensor, mask: MaskHandle) -> ChosenHandle:
         """The handle of what an indexer returned for the last row, `of_row`, and for the others."""
-        as_rows = *mask.shape[:-2], mask.shape[-2], places.shape[1]
+        as_rows = *mask.shape[:-2], mask.shape[-2], places.shape[-1]
         shape = mask.shape if of_row.dtype == torch.bool else as_rows
         handle = cls.of(shape, of_row.dtype, mask.device)
         handle.layer, handle.places = layer, places

@@ -22,7 +22,7 @@ from pagedkv.step.metadata import StepMetadata
 from .forward_cache import ForwardCache
 from .handles import ChosenHandle, MaskHandle, as_mask
 from .layer import PagedLayer
-from .mixers import View
+from .mixers import View, index_of
 from .model import text_config
 
 
@@ -54,8 +54,10 @@ class IndexedLayer(PagedLayer):
                 f"layer {self.index}: its index keys are in pages, where paged attention alone "
                 "reads; the model was switched to another one"
             )
-        masks = (x for x in (*args, *kwargs.values()) if isinstance(x, MaskHandle))
-        mask = as_mask(next(masks, None), cache)
+        masks: list[Any] = [x for x in (*args, *kwargs.values()) if isinstance(x, MaskHandle)]
+        if not masks and cache.latest_mask is not None:  # attention alone is given it
+            masks = [cache.latest_mask()]
+        mask = as_mask(next(iter(masks), None), cache)
         if cache.forward_layer != self.index:  # else K and V are staged already
             self.begin()
         PagedLayer.open(self, (mask.shape[0], 1, mask.shape[-2]), mask.padding)
@@ -70,33 +72,52 @@ class IndexedLayer(PagedLayer):
         return handle.places
 
 
-class IndexView(View):
-    """A cache for one call of an indexer: it has the keys of one row.
+class RowKeys:
+    """The index keys of one row in one call; to its indexer they are a layer of a cache.
 
     Args:
         held: `[1, n, D]`, what pages have of the tokens before: keys, perhaps with rotations.
 
     Attributes:
-        keys: `[1, n, D]`, of the new tokens, once the indexer has made them.
+        new: `[1, n, D]`, of the new tokens, once the indexer has made them.
         rotary: cosines and sines of the new tokens; empty where pages do not have them.
     """
 
-    keys: Tensor
+    new: Tensor
 
     def __init__(self, held: Tensor | None) -> None:
-        super().__init__(layers=[])
         self.held = held
         self.rotary: list[Tensor] = []
 
-    def update_indexer(self, indexer_key_states: Tensor, layer_idx: int) -> Tensor:
-        """All keys of the row."""
-        self.keys = new = indexer_key_states
+    def update_index(self, idx_k: Tensor) -> Tensor:
+        """All keys of the row, `[1, 1, n, D]`, of one head."""
+        return self.behind(idx_k[:, 0])[:, None]
+
+    def behind(self, new: Tensor) -> Tensor:
+        """All keys of the row, `[1, n, D]`."""
+        self.new = new
         return new if self.held is None else torch.cat([self.held[..., : new.shape[2]], new], 1)
 
     @property
     def written(self) -> Tensor:
         """`[n, 1, D]`, what pages get of the new tokens."""
-        return torch.cat([self.keys, *self.rotary], -1).transpose(0, 1)
+        return torch.cat([self.new, *self.rotary], -1).transpose(0, 1)
+
+
+class IndexView(View):
+    """A cache for one call of an indexer: it has the keys of one row.
+
+    Args:
+        index: of the indexer's layer.
+    """
+
+    def __init__(self, index: int, keys: RowKeys) -> None:
+        super().__init__(layers=[None] * index + [keys])
+        self.keys = keys
+
+    def update_indexer(self, indexer_key_states: Tensor, layer_idx: int) -> Tensor:
+        """All keys of the row."""
+        return self.keys.behind(indexer_key_states)
 
 
 class _Row(NamedTuple):
@@ -135,6 +156,8 @@ class _Call:
         self.layer, self.indexer, self.args, self.kwargs = layer, indexer, args, kwargs
         self.cache, self.mask = layer.cache, mask
         self.opened = self.cache.opened
+        self.text = text_config(self.cache.model)
+        self.form = facts_of(self.text.model_type).indexer
         self.views: list[IndexView] = []
         self.outputs: list[Tensor] = []
 
@@ -151,7 +174,8 @@ class _Call:
 
     def _arguments(self, row: _Row | None) -> tuple[Any, dict[str, Any]]:
         """The module's arguments for a row as if it were alone."""
-        self.views.append(view := IndexView(None if row is None else self._held(row)))
+        keys = RowKeys(None if row is None else self._held(row))
+        self.views.append(view := IndexView(index_of(self.indexer), keys))
 
         def of_row(value: Any) -> Any:
             if isinstance(value, ForwardCache):
@@ -159,9 +183,11 @@ class _Call:
             if isinstance(value, MaskHandle):
                 return self._mask_of(row, value)
             if isinstance(value, Tensor):
-                return self._part_of(row, value)
+                part = self._part_of(row, value)
+                own = self.form == "blocks by head" and not value.is_floating_point()
+                return self._places_of(row, part) if own else part
             if isinstance(value, tuple):
-                return self._rotary_of(view, tuple(self._part_of(row, x) for x in value))
+                return self._rotary_of(keys, tuple(self._part_of(row, x) for x in value))
             return value
 
         return tuple(map(of_row, self.args)), {k: of_row(x) for k, x in self.kwargs.items()}
@@ -190,19 +216,24 @@ class _Call:
         seen = torch.ones(n, length, dtype=torch.bool, device=mask.device).tril(length - n)
         return seen[(None,) * (mask.ndim - 2)]
 
-    def _rotary_of(self, view: IndexView, new: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    def _places_of(self, row: _Row | None, positions: Tensor) -> Tensor:
+        """Places of a row's tokens, `[1, n]`, which begin blocks, be their positions others."""
+        n, length = (1, 1) if row is None else (row.new, row.length)
+        return torch.arange(length - n, length, device=positions.device)[None]
+
+    def _rotary_of(self, keys: RowKeys, new: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Cosines and sines of a row's new tokens, or of all where the indexer takes those.
 
         Blocks of keys are rotated once they are full, by the position of their first token. So
         pages have the rotation of each token beside its key. Both halves of it are alike.
         """
-        if facts_of(text_config(self.cache.model).model_type).indexer != "blocks":
+        if self.form != "blocks":
             return new
-        view.rotary = [x[..., : x.shape[-1] // 2] for x in new]
-        if view.held is None:
+        keys.rotary = [x[..., : x.shape[-1] // 2] for x in new]
+        if keys.held is None:
             return new
-        half = view.rotary[0].shape[-1]
-        held = view.held[..., -2 * half :].split(half, -1)
+        half = keys.rotary[0].shape[-1]
+        held = keys.held[..., -2 * half :].split(half, -1)
         return tuple(torch.cat([torch.cat([x, x], -1), y], 1) for x, y in zip(held, new))
 
     def _finish(self, output: Tensor) -> ChosenHandle:
@@ -210,11 +241,30 @@ class _Call:
         outputs, layer, like = [*self.outputs, output], self.layer.keys_layer, self.mask
         chosen = output.new_empty(0, 1, dtype=torch.int32)
         if self.opened is not None:
-            keys = torch.cat([view.written for view in self.views])
+            keys = torch.cat([view.keys.written for view in self.views])
             write_kv(keys, keys, self.opened, layer)
-            places = [place for out in outputs for place in _places(out)]
+            places = [place for out in outputs for place in self._chosen_by(out)]
             chosen = pad_sequence(places, batch_first=True, padding_value=-1)
+            chosen = chosen.transpose(1, 2) if chosen.ndim == 3 else chosen
         return ChosenHandle.made(layer, chosen, output, like)
+
+    def _chosen_by(self, output: Tensor) -> list[Tensor]:
+        """The tokens that each query of a row reads, `[k]` or `[k, G]`, of an indexer's output.
+
+        Args:
+            output: a mask of them `[1, 1, n, length]`, themselves `[1, n, k]`, or of each KV head
+                blocks of them `[1, G, n, k]`.
+        """
+        if output.dtype == torch.bool:
+            mask = output[0, 0]
+            _, tokens = mask.nonzero(as_tuple=True)
+            return list(tokens.int().split(mask.sum(1).tolist()))
+        if output.ndim == 3:
+            return list(output[0])
+        size = self.text.index_block_size
+        within = torch.arange(size, device=output.device)
+        blocks = output[0].transpose(0, 1)[..., None]  # -1, for none, stays below 0
+        return list((blocks * size + within).flatten(2).transpose(1, 2))
 
 
 def _rows(step: StepMetadata, layer: int) -> list[_Row | None]:
@@ -224,16 +274,3 @@ def _rows(step: StepMetadata, layer: int) -> list[_Row | None]:
         rows.append(_Row(number, slice(stop, stop + new), length))
         stop += new
     return [*rows]
-
-
-def _places(output: Tensor) -> list[Tensor]:
-    """The tokens that each query of a row reads, by what an indexer returned.
-
-    Args:
-        output: a mask of them `[1, 1, n, length]`, or themselves `[1, n, k]`.
-    """
-    if output.dtype != torch.bool:
-        return list(output[0])
-    mask = output[0, 0]
-    _, tokens = mask.nonzero(as_tuple=True)
-    return list(tokens.int().split(mask.sum(1).tolist()))

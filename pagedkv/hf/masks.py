@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from types import FunctionType
 from typing import Any
 
@@ -45,7 +46,9 @@ def mask_function(
         )
     shape = kwargs["batch_size"], 1, q_length, int(kv_length)
     device = kwargs.get("device", cache.kv.device)
-    return MaskHandle.made(cache, sights, attention_mask, shape, device)
+    handle = MaskHandle.made(cache, sights, attention_mask, shape, device)
+    cache.latest_mask = weakref.ref(handle)  # for modules that are called without one
+    return handle
 
 
 def _sights_of(

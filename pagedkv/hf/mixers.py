@@ -20,7 +20,7 @@ from transformers.cache_utils import Cache, LinearAttentionLayer
 from .forward_cache import ForwardCache
 
 _CALLED = {"update_conv_state", "update_recurrent_state"}
-_CALLED_BY_INDEXERS = {"update_indexer"}
+_CALLED_BY_INDEXERS = {"update_indexer", "update_index"}
 
 
 def mixers_of(model: nn.Module, called: Set[str] = _CALLED) -> dict[int, list[nn.Module]]:

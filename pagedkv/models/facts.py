@@ -12,7 +12,7 @@ from typing import Literal
 States = Literal[
     "delta rule", "kimi delta", "mamba1", "mamba2", "short convolution", "convolved attention"
 ]
-Indexer = Literal["tokens", "blocks"]
+Indexer = Literal["tokens", "blocks", "blocks by head"]
 Rule = Literal[
     "every nth", "indices", "periods", "none", "convolutions", "all", "kimi", "sixths", "listed"
 ]
@@ -32,8 +32,8 @@ class Facts:
         latent: it gives a cache its latents (MLA) and expands them behind it. Others give it
             expanded K and V.
         indexer: each of its layers with K and V keeps index keys beside them, by which it chooses
-            the tokens that a query reads: one by one, or in blocks, whose keys are averaged
-            before they are rotated.
+            the tokens that a query reads: one by one; in blocks, whose keys are averaged before
+            they are rotated; or in blocks that each KV head chooses for itself.
         written: its layers write attention out, calling no function for it. Where one has a bias by
             distance (ALiBi), its text has no other positions.
         sinks: `s_aux` is one more score per head, without a value, in otherwise plain attention.
@@ -152,6 +152,7 @@ FACTS: dict[str, Facts] = {
     "longcat_flash": Facts(latent=True, attends_twice=True, experts_with_layer=True),
     "mimo_v2_flash": Facts(head_dim=192, sinks=True, twice_in_windows=True, layers="sixths"),
     "minicpm3": _LATENT,
+    "minimax_m3_vl_text": Facts(indexer="blocks by head"),
     "mistral4": _LATENT,
     "mistral_large4_text": _CHOSEN,
     "mpt": Facts(written=True),

@@ -16,14 +16,14 @@ Keeps = Literal["attention", "state", "both", "none"]
 KEEPS: dict[str, Keeps] = {
     "full_attention": "attention", "sliding_attention": "attention", "attention": "attention",
     "chunked_attention": "attention", "indexed_attention": "attention",
-    "qwen_sparse_attention": "attention",
+    "qwen_sparse_attention": "attention", "minimax_m3_sparse": "attention",
     "linear_attention": "state", "conv": "state", "mamba": "state",
     "hybrid": "both", "hybrid_sliding": "both", "moe": "none", "mlp": "none",
 }  # fmt: skip
 WINDOWED = {"sliding_attention", "hybrid_sliding"}
 CHUNKED = "chunked_attention"
 # Of layers that choose the tokens they read, by an indexer that the facts of their type name.
-INDEXED = {"indexed_attention", "qwen_sparse_attention"}
+INDEXED = {"indexed_attention", "qwen_sparse_attention", "minimax_m3_sparse"}
 
 
 class Sight(NamedTuple):
@@ -107,9 +107,11 @@ def layer_kinds(text: Any) -> list[LayerKind]:
     if facts_of(kind).indexer is None:
         return found
     own = [name == "full" for name in field_of(text, "indexer_types") or ["full"] * len(found)]
+    choosing = INDEXED.intersection(names) or {*names}  # old files call them as all others
     last = attentions - 1
     for i, layer in enumerate(found):
-        if layer.attention is not None or layer.source is not None:
+        attends = layer.attention is not None or layer.source is not None
+        if attends and names[i] in choosing:
             last += own[i]
             found[i] = layer._replace(indexer=last)
     return found

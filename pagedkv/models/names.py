@@ -200,6 +200,8 @@ def layer_names(found: Mapping[str, Any]) -> list[str] | None:
     listed = found.get("layer_types") or found.get("layers_block_type")
     if listed is not None:
         return [NEWER.get(name, name) for name in listed]
+    if sparse := (found.get("sparse_attention_config") or {}).get("sparse_attention_freq"):
+        return ["minimax_m3_sparse" if one else "full_attention" for one in sparse]
     if pattern := found.get("hybrid_override_pattern"):
         return [LETTERS.get(letter, letter) for letter in pattern]
     rule, count = facts_of(found.get("model_type")).layers, found.get("num_hidden_layers")

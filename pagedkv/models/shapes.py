@@ -110,7 +110,13 @@ def _shape(layer: Any, kind: LayerKind) -> KVShape:
 def _index_shape(text: Any) -> KVShape:
     """The shape of a token's index key; of keys in blocks with the rotation of the token."""
     width = field_of(text, "indexer_head_dim") or field_of(text, "index_head_dim")
-    if facts_of(field_of(text, "model_type")).indexer == "blocks":
+    form = facts_of(field_of(text, "model_type")).indexer
+    if form == "blocks by head" and text.index_n_heads != text.num_key_value_heads:
+        raise UnsupportedModelError(
+            f"config: expected {text.num_key_value_heads} index_n_heads, as many as KV heads, "
+            f"since each of these chooses its tokens, got {text.index_n_heads}"
+        )
+    if form == "blocks":
         told = field_of(text, "rope_parameters") or {}
         dim = field_of(text, "head_dim") or text.hidden_size // text.num_attention_heads
         width += int(dim * told.get("partial_rotary_factor", 1.0))

@@ -86,6 +86,10 @@ _SLIDES = {"num_hidden_layers": 4, "layer_types": [_F, _S] * 2, "mlp_layer_types
 # What a type asks for beyond the size of its fields.
 # Fewer heads give many keys the same score, none, of which each layout chooses others.
 _CHOOSES = {"index_topk": 8, "index_head_dim": 16, "index_n_heads": 16}
+_BLOCKS = {
+    "layer_types": [_F, "minimax_m3_sparse"], "index_n_heads": 2, "index_block_size": 4,
+    "index_topk_blocks": 3,
+}  # fmt: skip
 OWN: dict[str, dict[str, Any]] = {
     **{
         kind: {**_ALL_HEADS, "num_experts_per_tok": 2}
@@ -176,8 +180,8 @@ OWN: dict[str, dict[str, Any]] = {
     "granitemoehybrid": {"num_hidden_layers": 4, "layer_types": ["mamba", "attention"] * 2},
     "jamba": {"num_hidden_layers": 4, "attn_layer_period": 2, "attn_layer_offset": 1}
     | {"use_mamba_kernels": False},
-    "minimax_m3_vl": {"text_config": {"layer_types": [_F, "minimax_m3_sparse"]}},
-    "minimax_m3_vl_text": {"layer_types": [_F, "minimax_m3_sparse"]},
+    "minimax_m3_vl": {"text_config": _BLOCKS},
+    "minimax_m3_vl_text": _BLOCKS,
     "qwen4_exp_text": _SPARSE,
     "xmod": {"default_language": "en_XX"},
     "zamba": {**_SHARED_ATTENTION, "mamba_dt_rank": 4, "use_mamba_kernels": False},
