@@ -17,6 +17,8 @@ STORED = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 EMBEDDING = re.compile(
     r"(embed_tokens|wte|word_embeddings|embed_in|tok_embeddings|backbone\.embeddings)\."
 )
+# Tables of n-grams, in pieces or not, and of embeddings for each layer; see `skeleton.tables_of`.
+TABLE = re.compile(r".*(embed_tokens_per_layer|ngram_embedding)(?=\.)")
 HEAD = re.compile(r"(^|\.)(lm_head|embed_out|output)\.")
 INDEXED = re.compile(r"(.*?)\.?\b(\d+)\.(.*)")
 # Words in the names of what sees or hears, and of what joins that to the decoder.
@@ -44,11 +46,14 @@ def weights_in(
     """
     lists: dict[str, dict[int, int]] = defaultdict(lambda: defaultdict(int))
     found: list[tuple[str, int, Part, bool, TensorRange]] = []
+    tables = _tables(checkpoint)
     for tensor in checkpoint.tensors.values():
         indexed = INDEXED.match(tensor.name)
         if UNUSED.match(tensor.name):
             continue
-        if TOWER.search(indexed[1] if indexed else tensor.name.rpartition(".")[0]):
+        if (table := TABLE.match(tensor.name)) and table[0] in tables:
+            found.append(("", 0, "tables", False, tensor))
+        elif TOWER.search(indexed[1] if indexed else tensor.name.rpartition(".")[0]):
             found.append(("", 0, "tower", False, tensor))
         elif indexed:
             lists[indexed[1]][int(indexed[2])] += tensor.nbytes
@@ -78,6 +83,18 @@ def weights_in(
         shape = _unpacked(tensor, bits)
         weights.append((Weight(tensor.name, part, used, shape, routed, alone=routed), tensor))
     return weights
+
+
+def _tables(checkpoint: Checkpoint) -> set[str]:
+    """The names of tables that are larger than the embedding of ids."""
+    sizes: dict[str, int] = defaultdict(int)
+    embedding = 0
+    for tensor in checkpoint.tensors.values():
+        if table := TABLE.match(tensor.name):
+            sizes[table[0]] += prod(tensor.shape)
+        elif EMBEDDING.search(tensor.name):
+            embedding = max(embedding, prod(tensor.shape))
+    return {name for name, size in sizes.items() if size > embedding}
 
 
 def _unpacked(tensor: TensorRange, bits: float) -> tuple[int, ...]:

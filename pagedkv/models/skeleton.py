@@ -218,6 +218,7 @@ def weights_of(model: PreTrainedModel) -> list[Weight]:
             alone |= {id(p) for p in module.parameters()}
     packable = {id(m.weight) for m in model.modules() if isinstance(m, nn.Linear)} | alone
     parts, cut = _ends(model), set()
+    parts |= {id(table.weight): "tables" for table in tables_of(model)}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         style = _style(model, name)  # by rows or by columns; a bias by columns alone
         if "wise" in style and (parameter.dim() > 1 or "colwise" in style):
@@ -226,7 +227,7 @@ def weights_of(model: PreTrainedModel) -> list[Weight]:
     seen: list[Weight] = []
     for name, parameter in model.named_parameters():
         key = id(parameter)
-        used = tuple(users[key])
+        used = () if parts.get(key) == "tables" else tuple(users[key])
         part = parts.get(key) or (
             "layer" if len(used) == 1 else "rest" if key in inside else "tower"
         )
@@ -243,6 +244,22 @@ def weights_of(model: PreTrainedModel) -> list[Weight]:
             )
         )
     return seen
+
+
+def tables_of(model: PreTrainedModel) -> list[nn.Embedding]:
+    """The tables of a decoder that are larger than that of ids: of n-grams, or for each layer.
+
+    A token looks up a few of their rows, which is all that is read where weights stream.
+    """
+    try:
+        first = getattr(model.get_input_embeddings(), "weight", None)
+        decoder = model.get_decoder()
+    except NotImplementedError:  # of a model with several embeddings
+        return []
+    if first is None or decoder is None:
+        return []
+    tables = (m for m in decoder.modules() if isinstance(m, nn.Embedding))
+    return [table for table in tables if table.weight.numel() > first.numel()]
 
 
 def _ends(model: PreTrainedModel) -> dict[int, Part]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from math import prod
 from typing import Literal, NamedTuple
 
-Part = Literal["layer", "embedding", "head", "tower", "rest"]
+Part = Literal["layer", "embedding", "tables", "head", "tower", "rest"]
 
 
 class Weight(NamedTuple):

@@ -78,6 +78,7 @@ class Placement:
     Attributes:
         resident: layers that stay on the device.
         embedding, head: whether these do; with tied weights both or neither.
+        tables: whether larger tables stay: where all weights do.
         step_tokens: tokens computed in one pass, at most.
         verify_width: tokens of one sequence computed in one decoding pass.
         expert_slots: experts of a layer that stay while others come as they are routed to; 0 where
@@ -86,6 +87,7 @@ class Placement:
 
     resident: tuple[int, ...]
     embedding: bool
+    tables: bool
     head: bool
     step_tokens: int
     verify_width: int
@@ -183,6 +185,7 @@ class Costs:
         shape = self.shape
         glue = shape.rest + (shape.embedding if placement.embedding else 0)
         glue += shape.head if placement.head else 0
+        glue += shape.tables if placement.tables else 0
         return {
             "glue": glue,
             "resident layers": sum(self.layer(i, placement) for i in placement.resident),
@@ -292,6 +295,15 @@ class Costs:
         count = cache.max_states + 2 * self.asked.batch
         return {"states": count * cache.bytes_per_state} if cache.states else {}
 
+    def table_rows(self, placement: Placement) -> int:
+        """Bytes of the rows that the tokens of a pass look up in larger tables."""
+        c = self.c
+        by_layer = getattr(c, "hidden_size_per_layer_input", None) or 0
+        grams = len(getattr(c, "ple_layer_ids", None) or ())
+        width = by_layer * c.num_hidden_layers
+        width += grams * (getattr(c, "ple_embed_dim", None) or c.hidden_size)
+        return placement.step_tokens * width * self.wide
+
     def host(self, placement: Placement, held: Sequence[int], head_held: bool) -> dict[str, int]:
         """Bytes in host memory: the fixed set, and what the rest passes through."""
         streamed, slotted = set(self.streamed(placement)), self.slotted(placement)
@@ -315,7 +327,8 @@ class Costs:
             # On a CPU files are read into the ring itself.
             "staging": RING_DEPTH * self.slot(placement) if reads and self.asked.cuda else 0,
             **passing,
-            "embedding rows": 0 if placement.embedding else rows,
+            "embedding rows": (0 if placement.embedding else rows)
+            + (0 if placement.tables or not self.shape.tables else self.table_rows(placement)),
         }
 
 

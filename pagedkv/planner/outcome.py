@@ -38,7 +38,7 @@ class Outcome(Given):
     @property
     def streams(self) -> bool:
         """Whether anything but KV pages and activations moves in a pass."""
-        ends = self.head_resident and self.embedding_resident
+        ends = self.head_resident and self.embedding_resident and self.tables_resident
         return bool(self.streamed_layers or self.expert_slots) or not ends
 
     @property
@@ -60,6 +60,11 @@ class Outcome(Given):
     def embedding_resident(self) -> bool:
         """Whether the embedding is on the device; else its rows are gathered on the host."""
         return self.placement.embedding
+
+    @property
+    def tables_resident(self) -> bool:
+        """Whether larger tables, if there are some, are on the device."""
+        return self.placement.tables or not self.shape.tables
 
     @property
     def head_resident(self) -> bool:

@@ -112,7 +112,7 @@ def _widest(
     asked, whole = costs.asked, bool(resident)
     smallest: dict[str, int] | None = None
     for last, step, verify in _widths(costs, not whole) if widths is None else widths:
-        placement = Placement(resident, whole, whole, step, verify, slots)
+        placement = Placement(resident, whole, whole, whole, step, verify, slots)
         items = costs.device(placement, asked.wanted)
         wasteful = ACTIVATION_SHARE * items["activations"] > asked.device_memory
         if sum(items.values()) <= asked.device_memory and (last or not wasteful):

@@ -48,9 +48,9 @@ class MemoryPlan(Outcome):
         names = (
             "model streams device device_memory host_memory device_bytes unused host_bytes batch "
             "length max_tokens bytes_per_token states bytes_per_state step_tokens verify_width "
-            "ring_depth ring_slot head_rows embedding_resident head_resident resident_layers "
-            "host_layers head_in_host streamed_bytes disk_bytes gpu link_gbps memory_gbps "
-            "compute_tflops ranks largest_batch expert_slots"
+            "ring_depth ring_slot head_rows embedding_resident tables_resident head_resident "
+            "resident_layers host_layers head_in_host streamed_bytes disk_bytes gpu link_gbps "
+            "memory_gbps compute_tflops ranks largest_batch expert_slots"
         )
         return {
             **{name: getattr(self, name) for name in names.split()},

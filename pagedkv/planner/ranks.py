@@ -49,6 +49,7 @@ def share_of(whole: ModelShape, ranks: int) -> ModelShape:
         settings=_settings(whole, skeleton, ranks),
         layers=layers,
         embedding=kept(whole.embedding, "embedding"),
+        tables=kept(whole.tables, "tables"),
         head=head,
         active=int(whole.active * smaller),
         experts=None,

@@ -29,6 +29,7 @@ class ModelShape:
         dtype: it computes in.
         layers: bytes of each layer, every tensor aligned.
         embedding: bytes of the token embedding.
+        tables: bytes of larger tables, of n-grams or for each layer.
         head: bytes of the output head; 0 if it is the embedding.
         rest: bytes of all else: norms, learned positions, a tower for images.
         tower: those of the tower, and of what joins it to the decoder.
@@ -46,6 +47,7 @@ class ModelShape:
     dtype: str
     layers: tuple[int, ...]
     embedding: int
+    tables: int
     head: int
     rest: int
     tower: int
@@ -80,7 +82,7 @@ class ModelShape:
     @property
     def weights(self) -> int:
         """Bytes of everything."""
-        return sum(self.layers) + self.embedding + self.head + self.rest
+        return sum(self.layers) + self.embedding + self.tables + self.head + self.rest
 
 
 def shape_of(model: Model, weight_dtype: str | None = None, on_cpu: bool = False) -> ModelShape:
@@ -115,7 +117,7 @@ def _parts(weights: Iterable[tuple[Weight, int]], c: SimpleNamespace) -> dict[st
     """Adds up the bytes of weights by part, under the names of `ModelShape`."""
     count = c.num_hidden_layers
     layers, experts, active = [0] * count, [0] * count, 0.0
-    parts = {"embedding": 0, "head": 0, "rest": 0, "tower": 0}
+    parts = {"embedding": 0, "tables": 0, "head": 0, "rest": 0, "tower": 0}
     routed = (c.experts_per_token or 1) / (c.experts or 1)
     for weight, nbytes in weights:
         size = aligned(nbytes)

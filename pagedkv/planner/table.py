@@ -178,12 +178,14 @@ def _rows(
 
 def _device_notes(plan: Outcome) -> dict[str, str]:
     count, resident = len(plan.shape.layers), len(plan.resident_layers)
-    glue = ["embedding", "head"]
-    there = [plan.embedding_resident, plan.head_resident]
+    glue = ["embedding", "head"] + ["tables"] * bool(plan.shape.tables)
+    there = [plan.embedding_resident, plan.head_resident, plan.tables_resident]
     tower = [f"tower for images ({readable(plan.shape.tower)})"] if plan.shape.tower else []
     here = ["norms", *tower, *(name for name, is_here in zip(glue, there) if is_here)]
     resident_note = f"{resident} of {count}" + ", but for experts" * bool(plan.expert_slots)
+    size = readable(plan.shape.tables)
     away = {"embedding": "on host", "head": f"by {plan.head_rows} rows"}
+    away["tables"] = f"({size}) by row from their files"
     gone = [f"{name} {away[name]}" for name, is_here in zip(glue, there) if not is_here]
     config = plan.cache
     sliding = sum(len(group.layers) for group in config.groups if group.window)

@@ -44,9 +44,9 @@ class EmbeddingRows:
                 f"{name}: {type(module).__name__} is no nn.Embedding; it has to stay resident"
             )
         self._store, self._device, self._stats = store, device, stats
-        self._copy = store.matrix(name)
+        self._rows = store.rows_of(name, module.embedding_dim)
         self._site, self._padding = site, module.padding_idx
-        self._count, self._width = module.num_embeddings, module.embedding_dim
+        self._count = module.num_embeddings
         self._arena = HostArena(1)
         # It says whose gradient is dropped, and would be compared with indices of gathered rows.
         module.padding_idx = None
@@ -68,10 +68,10 @@ class EmbeddingRows:
                 f"input_ids: expected ids below {self._count}, got "
                 f"{rows[0] if rows[0] < 0 else rows[-1]}"
             )
-        size = self._copy.source.nbytes // self._count * len(rows)
+        size = self._rows.row_bytes * len(rows)
         if size > len(self._arena.bytes):
             self._arena = HostArena(size)
-        values = self._store.read_rows(self._copy, rows, self._width, self._arena)
+        values = self._store.read_rows(self._rows, rows, self._arena)
         self._stats.bytes_read += size
         return values.to(self._device, self._site.empty.dtype)
 

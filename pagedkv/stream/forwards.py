@@ -70,8 +70,7 @@ class Passes:
             for i, unit in enumerate(places.units)
         ]
         self._undo: list[Callable[[], None]] = []
-        if places.embedding is not None:
-            site = places.embedding
+        for site in places.by_row:
             rows = EmbeddingRows(store, site, places.source(site.name), device, stats)
             self._undo.append(rows.close)
             self._wrap(rows.module, rows.forward)

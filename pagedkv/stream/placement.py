@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from pagedkv.errors import UnsupportedModelError
+from pagedkv.models.skeleton import tables_of
 from pagedkv.planner import MemoryPlan
 from pagedkv.planner.costs import RING_DEPTH
 
@@ -42,6 +43,7 @@ class Wanted:
         resident: layers that stay on the device.
         host: layers that stay in host memory; on a card with the experts that come alone.
         embedding: whether the embedding stays on the device.
+        tables: whether tables that are larger than the embedding do; else their rows are read.
         head: whether the head stays on the device.
         head_rows: rows of a streamed head in one block.
         head_in_host: whether a streamed head stays in host memory.
@@ -56,6 +58,7 @@ class Wanted:
     resident: Sequence[int] = ()
     host: Sequence[int] = ()
     embedding: bool = True
+    tables: bool = True
     head: bool = True
     head_rows: int = 0
     head_in_host: bool = False
@@ -77,6 +80,7 @@ class Wanted:
             resident=plan.resident_layers,
             host=plan.host_layers,
             embedding=plan.embedding_resident,
+            tables=plan.tables_resident,
             head=plan.head_resident,
             head_rows=plan.head_rows,
             head_in_host=plan.head_in_host,
@@ -98,7 +102,7 @@ class Places:
         experts: modules of experts that are read when they are routed to, and what reads them.
         expert_units: of each of these modules a unit of all its experts, and its sites.
         held_experts: host memory of these units, of those that stay there, by index.
-        embedding: the site of the embedding's weight, if that is not resident.
+        by_row: the sites of embeddings whose rows are read when they are looked up.
         head: the site of the head's weight, if that is not resident.
 
     Raises:
@@ -127,16 +131,22 @@ class Places:
         self._staging = Staging(device) if needs_slots(device) else None
         self._mappings = most_mappings()  # that are left for rows of experts
         self._wide = WideMemory() if wanted.all_fit and not self._staging else None
-        self.embedding: TensorSite | None = None
+        self.by_row: list[TensorSite] = []
         self.head: TensorSite | None = None
         make_absent(
             model,
             device,
             lambda name, like, places: store.elements(self.source(name), like, places),
         )
-        groups = by_layer(model, layers)
+        groups, apart = by_layer(model, layers), {id(x.weight) for x in tables_of(model)}
+        tables = [x for sites in groups.values() for x in sites if id(x.tensor) in apart]
+        groups = {i: [x for x in sites if x not in tables] for i, sites in groups.items()}
         for index, layer in enumerate(layers):
             self._place_layer(index, layer, self._to_fill(groups.get(index, [])), wanted)
+        if wanted.tables:
+            groups[GLUE] += tables
+        else:
+            self.by_row += tables
         self._place_glue(self._to_fill(groups[GLUE]), wanted)
 
     def close(self) -> None:
@@ -226,11 +236,11 @@ class Places:
         if getattr(first, "weight", None) is getattr(last, "weight", None):
             embedding = head = embedding or head  # one tensor, resident for both or for none
         if not embedding:
-            self.embedding = self._weight_of(first)
+            self.by_row.append(self._weight_of(first))
         if not head:
             self.head = self._weight_of(last)
             self._place_head(self.head, wanted)
-        elsewhere = {site.name for site in (self.embedding, self.head) if site is not None}
+        elsewhere = {site.name for site in (*self.by_row, self.head) if site is not None}
         glue = [site for site in glue if site.name not in elsewhere]
         self._read_for_good(self._unit("glue", glue), glue)
 

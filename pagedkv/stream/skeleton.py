@@ -28,7 +28,6 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 
 from pagedkv.errors import CheckpointMismatch, UnsupportedModelError
-from pagedkv.models import field_of
 from pagedkv.models.checkpoint import Checkpoint, TensorRange
 from pagedkv.models.packing import method_of
 from pagedkv.models.skeleton import model_class, own_config
@@ -95,17 +94,14 @@ def build(
     method = method_of(config)
     if method in NOT_STREAMED:
         raise _refused(checkpoint, method)
-    if field_of(config.get_text_config(decoder=True), "ple_layer_ids"):
-        raise UnsupportedModelError(
-            f"{checkpoint.folder}: its tables of n-grams, which are larger than all other weights, "
-            "do not stream"
-        )
     if (checkpoint.folder / "generation_config.json").exists():
         found = GenerationConfig.from_pretrained(checkpoint.folder)
         kwargs.setdefault("generation_config", found)
     kwargs |= {"dtype": dtype, "device_map": META, "ignore_mismatched_sizes": True}
     kwargs |= {"output_loading_info": True, "config": own_config(cls, config)}
-    tensors = {name: without_storage(t) for name, t in checkpoint.tensors.items()}
+    tensors: dict[str, Tensor] = {
+        name: without_storage(t).as_subclass(_Unmoved) for name, t in checkpoint.tensors.items()
+    }
     for name, each in packed.items():
         for half in (each.blocks, each.scales):
             del tensors[half.name]
@@ -181,6 +177,19 @@ def without_storage(tensor: TensorRange) -> Tensor:
             f"{tensor.file}: tensor {tensor.name}: {tensor.dtype} has no dtype of torch to stream"
         )
     return torch.empty(tensor.shape, dtype=DTYPES[tensor.dtype], device="meta")
+
+
+class _Unmoved(Tensor):
+    """A meta tensor for the loader: it has large tables sent to the host, and joins them there."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    def __getitem__(self, places: Any) -> Tensor:
+        return super().__getitem__(places).as_subclass(_Unmoved)
+
+    def to(self, *_: Any, dtype: torch.dtype | None = None, **__: Any) -> Tensor:
+        """A plain meta tensor, wherever it is sent."""
+        return self.as_subclass(Tensor).to(dtype=dtype or self.dtype)
 
 
 def require_covered(

@@ -6,6 +6,7 @@ operations (`Conversion`). Nothing is read here but headers.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import dataclass
@@ -28,6 +29,7 @@ from transformers.core_model_loading import (
 from pagedkv.models.checkpoint import Checkpoint, TensorRange
 
 from .mxfp4 import packed_in
+from .reader import Part
 from .skeleton import DTYPES, require_covered, without_storage
 
 
@@ -51,6 +53,38 @@ class Copy:
     def nbytes(self) -> int:
         """Bytes in the file."""
         return self.count * DTYPES[self.source.dtype].itemsize
+
+
+@dataclass(frozen=True)
+class RowPieces:
+    """Pieces of files that have the rows of a matrix, one behind the other.
+
+    Attributes:
+        pieces: of whole rows.
+        first: the first row of each.
+        width: elements of a row.
+    """
+
+    pieces: tuple[Copy, ...]
+    first: tuple[int, ...]
+    width: int
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """In the files."""
+        return DTYPES[self.pieces[0].source.dtype]
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a row in a file."""
+        return self.width * self.dtype.itemsize
+
+    def part(self, row: int, at: int) -> Part:
+        """The bytes of a row, to be read to `at` in a buffer."""
+        number = bisect_right(self.first, row) - 1
+        piece = self.pieces[number]
+        offset = piece.offset + (row - self.first[number]) * self.row_bytes
+        return Part(piece.source, offset, self.row_bytes, at)
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,7 @@ from .arena import HostArena
 from .mxfp4 import Packed
 from .reader import FileReader, Part, Run
 from .skeleton import DTYPES
-from .tensor_map import Conversion, Copy, Origins
+from .tensor_map import Conversion, Copy, Origins, RowPieces
 
 ALIGNMENT = 64  # bytes: a cache line, which the widest vector instructions load at once
 
@@ -153,11 +153,27 @@ class WeightStore:
         """
         copies = self.origins.copies.get(name, [])
         if len(copies) != 1:
-            raise UnsupportedModelError(
-                f"{name}: its rows cannot be read alone, the checkpoint has it in other parts; "
-                "it has to stay resident"
-            )
+            raise self._not_alone(name)
         return copies[0]
+
+    def rows_of(self, name: str, width: int) -> RowPieces:
+        """Where the rows of a matrix lie.
+
+        Raises:
+            UnsupportedModelError: a row lies in several pieces, or is made by an operation.
+        """
+        copies = self.origins.copies.get(name, [])
+        kinds = {copy.source.dtype for copy in copies}
+        if len(kinds) != 1 or any(copy.at % width or copy.count % width for copy in copies):
+            raise self._not_alone(name)
+        return RowPieces(tuple(copies), tuple(copy.at // width for copy in copies), width)
+
+    @staticmethod
+    def _not_alone(name: str) -> UnsupportedModelError:
+        return UnsupportedModelError(
+            f"{name}: its rows cannot be read alone, the checkpoint has it in other parts; "
+            "it has to stay resident"
+        )
 
     def _unit(
         self,
@@ -272,21 +288,17 @@ class WeightStore:
             at += _padded(nbytes)
         return views
 
-    def read_rows(self, copy: Copy, rows: Sequence[int], width: int, arena: HostArena) -> Tensor:
+    def read_rows(self, matrix: RowPieces, rows: Sequence[int], arena: HostArena) -> Tensor:
         """Reads rows of a matrix into the arena: `[len(rows), width]`, in the dtype of the file.
 
         Args:
             rows: row indices, ascending.
         """
-        dtype = DTYPES[copy.source.dtype]
-        nbytes = width * dtype.itemsize
-        parts = (
-            Part(copy.source, copy.offset + row * nbytes, nbytes, i * nbytes)
-            for i, row in enumerate(rows)
-        )
-        for run in self.reader.runs(parts):
+        nbytes = matrix.row_bytes
+        for run in self.reader.runs(matrix.part(row, i * nbytes) for i, row in enumerate(rows)):
             self.reader.read("embedding", run, arena.bytes)
-        return arena.tensor[: len(rows) * nbytes].view(dtype).view(len(rows), width)
+        found = arena.tensor[: len(rows) * nbytes].view(matrix.dtype)
+        return found.view(len(rows), matrix.width)
 
     def elements(self, name: str, like: Tensor, places: range) -> Tensor:
         """Some elements of a flat tensor, with the values that `fill` gives them.

@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from pagedkv import BatchGenerator, BudgetExceeded, LayerStreamer, PagedCache, plan_memory
-from pagedkv.errors import UnsupportedModelError
 from tests.contents import Boom
 from tests.effort import few
 from tests.hf.modes import visible
@@ -15,7 +14,6 @@ from tests.stream.test_pass_lock import together
 
 SIZES = {"max_tokens": 512, "page_size": 4}
 SERVED = sorted(HYBRIDS)
-WITHOUT_GRAMS = {"qwen4_exp": {"ple_layer_ids": []}}
 PACKED = sorted(set(SERVED) - STEPWISE)
 
 
@@ -26,7 +24,7 @@ def folders(tmp_path_factory):
     def folder(family):
         if family not in made:
             torch.manual_seed(0)
-            model = tiny_hybrid(family, **WITHOUT_GRAMS.get(family, {}))
+            model = tiny_hybrid(family)
             made[family] = save(model, tmp_path_factory.mktemp(family))
         return made[family]
 
@@ -55,12 +53,6 @@ def test_generate_gives_the_bits_of_the_model_in_memory(folders, family):
     assert torch.equal(actual.sequences, expected.sequences)
     for x, y in zip(actual.logits, expected.logits, strict=True):
         assert torch.equal(x, y)
-
-
-def test_tables_of_n_grams_are_refused_by_name(tmp_path):
-    save(tiny_hybrid("qwen4_exp"), tmp_path)
-    with pytest.raises(UnsupportedModelError, match=r"tables of n-grams, .* do not stream"):
-        LayerStreamer.from_pretrained(tmp_path, device="cpu")
 
 
 @pytest.mark.parametrize("family", few(PACKED, "falcon_h1"))
