@@ -110,7 +110,7 @@ class MixerCall:
                 return view
             if not isinstance(value, Tensor):
                 return value
-            if name not in ("0", "hidden_states") and not self._is_ids(value):
+            if name not in ("0", "hidden_states") and not self._is_by_token(value):
                 raise UnsupportedModelError(
                     f"{name}: the mixer {type(self.mixer).__name__} of layer "
                     f"{index_of(self.mixer)} gets a tensor that may not have a part for each row"
@@ -121,9 +121,10 @@ class MixerCall:
         args = tuple(of_group(str(i), value) for i, value in enumerate(self.args))
         return args, {name: of_group(name, value) for name, value in self.kwargs.items()}
 
-    def _is_ids(self, value: Tensor) -> bool:
-        """Whether these are the ids of all tokens, of which n-grams are made."""
-        return embeds_grams(self.mixer) and not value.is_floating_point() and value.ndim == 2
+    def _is_by_token(self, value: Tensor) -> bool:
+        """Whether these are the ids of all tokens, of which n-grams are made, or a mask of them."""
+        ids = embeds_grams(self.mixer) and not value.is_floating_point()
+        return value.ndim == 2 and (ids or value.dtype == torch.bool)
 
     def _states_of(self, group: RowGroup) -> list[Tensor] | None:
         if not group.has_state:

@@ -15,7 +15,7 @@ from pagedkv.models.refusals import of_sinks
 
 from .before import attention_before, mask_of_chosen
 from .forward_cache import changed_after_cache, waiting
-from .handles import MaskHandle, as_mask, staged_of
+from .handles import MaskHandle, staged_of
 from .paged_layers import SharedLatents
 from .staged import Staged
 
@@ -105,7 +105,7 @@ def over_pages(
     refuse_strange(dropout, kwargs)
     refuse_strange_sinks(module, s_aux)
     layer = staged.layer
-    mask = as_mask(attention_mask, layer.cache)
+    mask = layer.mask(attention_mask)
     mask.require_sight(layer.index, layer.sight)
     if sliding_window is not None and sliding_window != layer.window:
         raise UnsupportedModelError(

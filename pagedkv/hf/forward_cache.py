@@ -54,6 +54,8 @@ class ForwardCache(Cache):
         forward_is_paged: `is_paged` at the first layer of this forward.
         slopes: those of a bias of this forward, behind what tells it; see `written.py`.
         latest_mask: the mask that was made last for a forward with it.
+        told_places: `[B, q, n]`, what an indexer chose last, of a model that makes a mask of it:
+            places among the tokens of the forward; -1 for those before it, and for none.
         rows: sequence ids of the batch rows; empty before the first forward.
         texts: what they say.
         prepared: what `generate` has prepared for its first forward, if images are in it.
@@ -72,6 +74,7 @@ class ForwardCache(Cache):
     forward_is_paged: bool
     slopes: tuple[Any, Tensor] | None = None
     latest_mask: weakref.ref[Any] | None = None
+    told_places: weakref.ref[Tensor] | None = None
 
     @property
     @abstractmethod

@@ -191,9 +191,7 @@ class MaskHandle(Handle):
         if kind is _aten.select and args[1:] == (1, 0) and len(shape) == 4:  # the axis of heads
             return self._like([shape[0], *shape[2:]])
         if kind in ANDS and isinstance(args[1], ChosenHandle):
-            both = self._like(shape)
-            both.chosen = args[1]
-            return both
+            return self.narrowed(args[1])
         if self.cache.is_written and (kind in FLOATS or kind is _aten.masked_fill):
             made = self._like(shape)  # the same as numbers that are added to scores
             made.bias = args[0] if kind is _aten.masked_fill else None
@@ -202,6 +200,12 @@ class MaskHandle(Handle):
             f"attention_mask: this model computes with the mask ({function}), so that it would not "
             "be the one that paged attention reads pages by"
         )
+
+    def narrowed(self, chosen: ChosenHandle) -> MaskHandle:
+        """This mask, of chosen tokens alone."""
+        both = self._like([*self.shape])
+        both.chosen = chosen
+        return both
 
     def _like(self, shape: Sequence[int]) -> MaskHandle:
         return self.made(self.cache, self.sights, self.padding, shape, self.device)

@@ -8,6 +8,7 @@ What it chooses goes on as a handle, and reaches attention as places of tokens i
 
 from __future__ import annotations
 
+import weakref
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +18,7 @@ from torch.nn.utils.rnn import pad_sequence
 from pagedkv.attention.api import write_kv
 from pagedkv.errors import UnsupportedModelError
 from pagedkv.models import facts_of
+from pagedkv.models.kinds import Sight
 from pagedkv.step.metadata import StepMetadata
 
 from .forward_cache import ForwardCache
@@ -54,14 +56,46 @@ class IndexedLayer(PagedLayer):
                 f"layer {self.index}: its index keys are in pages, where paged attention alone "
                 "reads; the model was switched to another one"
             )
-        masks: list[Any] = [x for x in (*args, *kwargs.values()) if isinstance(x, MaskHandle)]
-        if not masks and cache.latest_mask is not None:  # attention alone is given it
-            masks = [cache.latest_mask()]
-        mask = as_mask(next(iter(masks), None), cache)
+        given = [*args, *kwargs.values()]
+        found: Any = next((x for x in given if isinstance(x, MaskHandle)), None)
+        if facts_of(text_config(cache.model).model_type).indexer == "pools":
+            found = self._mask_of_tokens([x for x in given if isinstance(x, Tensor)])
+        elif found is None and cache.latest_mask is not None:
+            found = cache.latest_mask()  # which attention alone is given
+        mask = as_mask(found, cache)
         if cache.forward_layer != self.index:  # else K and V are staged already
             self.begin()
         PagedLayer.open(self, (mask.shape[0], 1, mask.shape[-2]), mask.padding)
         return _Call(self, indexer, args, kwargs, mask).begin()
+
+    def _mask_of_tokens(self, given: list[Tensor]) -> MaskHandle:
+        """A causal mask, where a model makes none: by `[B, q]`, which tokens are no padding."""
+        cache, (hidden, *_) = self.cache, [x for x in given if x.ndim == 3]
+        real = next((x for x in given if x.dtype == torch.bool and x.ndim == 2), None)
+        (batch, new), kept, seen = hidden.shape[:2], getattr(cache, "kept", None), cache.seen
+        if self.is_first and real is not None and not (kept is None and real.all()):
+            past = torch.ones(batch, seen) if kept is None else torch.from_numpy(kept)
+            real = torch.cat([past.to(real), real], 1)
+        else:
+            real = None
+        shape = batch, 1, new, seen + new
+        return MaskHandle.made(cache, (Sight(),), real, shape, hidden.device)
+
+    def mask(self, given: Any) -> MaskHandle:
+        """See `PagedLayer`; where a model makes a mask of what was chosen, that one is held to it.
+
+        It shows the tokens of this forward alone, as the latents that the model was given back are.
+        """
+        told = self.cache.told_places
+        places = None if told is None else told()
+        if places is None or isinstance(given, MaskHandle) or not isinstance(given, Tensor):
+            return super().mask(given)
+        mask: MaskHandle = vars(places)["chosen"]
+        none = places.shape[1]
+        seen = torch.zeros(*places.shape[:2], none + 1, dtype=torch.bool, device=places.device)
+        seen.scatter_(2, places.long().where(places >= 0, none), True)
+        shown = given if given.dtype == torch.bool else given == 0
+        return mask if torch.equal(shown[:, 0], seen[..., :-1]) else super().mask(given)
 
     def chosen(self, handle: Any) -> Tensor:
         """`[T, n]`, the places that its indexer chose, by the handle that attention was given."""
@@ -77,16 +111,19 @@ class RowKeys:
 
     Args:
         held: `[1, n, D]`, what pages have of the tokens before: keys, perhaps with rotations.
+        pools: whether the indexer chooses pools of tokens.
 
     Attributes:
         new: `[1, n, D]`, of the new tokens, once the indexer has made them.
+        keys: the same of all tokens.
         rotary: cosines and sines of the new tokens; empty where pages do not have them.
     """
 
     new: Tensor
+    keys: Tensor
 
-    def __init__(self, held: Tensor | None) -> None:
-        self.held = held
+    def __init__(self, held: Tensor | None, pools: bool = False) -> None:
+        self.held, self.pools = held, pools
         self.rotary: list[Tensor] = []
 
     def update_index(self, idx_k: Tensor) -> Tensor:
@@ -94,9 +131,20 @@ class RowKeys:
         return self.behind(idx_k[:, 0])[:, None]
 
     def behind(self, new: Tensor) -> Tensor:
-        """All keys of the row, `[1, n, D]`."""
-        self.new = new
-        return new if self.held is None else torch.cat([self.held[..., : new.shape[2]], new], 1)
+        """All keys of the row, `[1, n, D]`.
+
+        In pools a last element says which tokens are no padding. Pages have no others.
+        """
+        self.new = new[..., :-1] if self.pools else new
+        held = self.held
+        if held is not None and self.pools:
+            held = torch.cat([held, held.new_ones(*held.shape[:2], 1)], -1)
+        self.keys = new if held is None else torch.cat([held[..., : new.shape[2]], new], 1)
+        return self.keys
+
+    def get_seq_length(self) -> int:
+        """Tokens of the row."""
+        return self.keys.shape[1]
 
     @property
     def written(self) -> Tensor:
@@ -174,7 +222,7 @@ class _Call:
 
     def _arguments(self, row: _Row | None) -> tuple[Any, dict[str, Any]]:
         """The module's arguments for a row as if it were alone."""
-        keys = RowKeys(None if row is None else self._held(row))
+        keys = RowKeys(None if row is None else self._held(row), self.form == "pools")
         self.views.append(view := IndexView(index_of(self.indexer), keys))
 
         def of_row(value: Any) -> Any:
@@ -236,7 +284,7 @@ class _Call:
         held = keys.held[..., -2 * half :].split(half, -1)
         return tuple(torch.cat([torch.cat([x, x], -1), y], 1) for x, y in zip(held, new))
 
-    def _finish(self, output: Tensor) -> ChosenHandle:
+    def _finish(self, output: Tensor) -> Tensor:
         """Writes the new keys, and hands on what was chosen."""
         outputs, layer, like = [*self.outputs, output], self.layer.keys_layer, self.mask
         chosen = output.new_empty(0, 1, dtype=torch.int32)
@@ -246,7 +294,29 @@ class _Call:
             places = [place for out in outputs for place in self._chosen_by(out)]
             chosen = pad_sequence(places, batch_first=True, padding_value=-1)
             chosen = chosen.transpose(1, 2) if chosen.ndim == 3 else chosen
-        return ChosenHandle.made(layer, chosen, output, like)
+        handle = ChosenHandle.made(layer, chosen, output, like)
+        if self.form != "pools":
+            return handle
+        told = self._told(chosen)
+        vars(told)["chosen"] = like.narrowed(handle)  # it lives as long as the model has these
+        self.cache.told_places = weakref.ref(told)
+        return told
+
+    def _told(self, chosen: Tensor) -> Tensor:
+        """Returns the places, `[B, q, n]`, of chosen tokens among those of this forward."""
+        batch, _, new, _ = self.mask.shape
+        if self.opened is None:
+            return chosen.new_full((batch, new, 1), -1)
+        row = torch.arange(new, device=chosen.device).expand(batch, 1, new)[..., None]
+        columns = self.cache.packed(row)[:, 0, 0]
+        told = torch.full_like(chosen, -1)
+        for one in _rows(self.opened, self.layer.keys_layer):
+            assert one is not None
+            among = chosen[one.tokens] - (one.length - one.new)
+            here = columns[one.tokens][among.clamp(min=0).long()]
+            told[one.tokens] = here.where(among >= 0, -1).to(told.dtype)
+        query = told.new_empty(batch, 1, new, told.shape[1])
+        return self.cache.unpacked(told[:, None] + 1, query)[:, :, 0] - 1
 
     def _chosen_by(self, output: Tensor) -> list[Tensor]:
         """The tokens that each query of a row reads, `[k]` or `[k, G]`, of an indexer's output.

@@ -18,7 +18,7 @@ from transformers.cache_utils import CacheLayerMixin
 from pagedkv.errors import UnsupportedModelError
 
 from .forward_cache import ForwardCache, PagedLength, changed_after_cache, uncompiled, waiting
-from .handles import KVHandle
+from .handles import KVHandle, MaskHandle, as_mask
 from .staged import Staged
 from .transaction import by_hand, enter
 from .written import Half
@@ -128,6 +128,10 @@ class PagedLayer(CacheLayerMixin):
             cache = self.cache
             with by_hand(cache):
                 cache.open_step(shape, padding)
+
+    def mask(self, given: Any) -> MaskHandle:
+        """The mask that it attends under, by what its attention was given."""
+        return as_mask(given, self.cache)
 
     def chosen(self, handle: Any) -> Tensor | None:
         """Returns the tokens that queries read, by a handle of them; None for all."""

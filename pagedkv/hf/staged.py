@@ -33,6 +33,9 @@ class StagingLayer(Protocol):
     def open(self, shape: Sequence[int], padding: Tensor | None) -> None:
         """Opens the step of a forward with the first layer."""
 
+    def mask(self, given: Any) -> Any:
+        """Returns the mask that it attends under, by what its attention was given."""
+
     def chosen(self, handle: Any) -> Tensor | None:
         """Returns the tokens that queries read, by a handle of them; None for all."""
 

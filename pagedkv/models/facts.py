@@ -12,7 +12,7 @@ from typing import Literal
 States = Literal[
     "delta rule", "kimi delta", "mamba1", "mamba2", "short convolution", "convolved attention"
 ]
-Indexer = Literal["tokens", "blocks", "blocks by head"]
+Indexer = Literal["tokens", "blocks", "blocks by head", "pools"]
 Rule = Literal[
     "every nth", "indices", "periods", "none", "convolutions", "all", "kimi", "sixths", "listed"
 ]
@@ -33,7 +33,8 @@ class Facts:
             expanded K and V.
         indexer: each of its layers with K and V keeps index keys beside them, by which it chooses
             the tokens that a query reads: one by one; in blocks, whose keys are averaged before
-            they are rotated; or in blocks that each KV head chooses for itself.
+            they are rotated; in blocks that each KV head chooses for itself; or in pools, whose
+            keys are averaged by a gate that is kept beside each.
         written: its layers write attention out, calling no function for it. Where one has a bias by
             distance (ALiBi), its text has no other positions.
         sinks: `s_aux` is one more score per head, without a value, in otherwise plain attention.
@@ -136,6 +137,7 @@ FACTS: dict[str, Facts] = {
     "glm4": Facts(at_once=4),
     "glm4_moe_lite": _LATENT,
     "glm_moe_dsa": _CHOSEN,
+    "glm5_next_text": Facts(states="kimi delta", latent=True, indexer="pools", layers="every nth"),
     "gpt_oss": Facts(sinks=True, window=128, every=2, at_once=9),
     "granite_swa": Facts(sinks=True),
     "granitemoe_swa": Facts(sinks=True),

@@ -148,7 +148,8 @@ def _add_shapes(found: dict[str, Any], kind: str) -> None:
     if found.get("kv_lora_rank"):
         dims = "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"
         parts: list[Any] = [found.get(name) for name in dims]
-        if not all(type(part) is int and part > 0 for part in parts):
+        least = dict.fromkeys(dims, 1) | {"qk_rope_head_dim": 0}  # layers without positions
+        if not all(type(part) is int and part >= least[name] for name, part in zip(dims, parts)):
             raise ValueError(
                 f"model: expected {', '.join(dims)} beside kv_lora_rank in its config, got {parts}"
             )

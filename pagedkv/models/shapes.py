@@ -108,7 +108,7 @@ def _shape(layer: Any, kind: LayerKind) -> KVShape:
 
 
 def _index_shape(text: Any) -> KVShape:
-    """The shape of a token's index key; of keys in blocks with the rotation of the token."""
+    """The shape of a token's index key; in blocks with its rotation, in pools with its gate."""
     width = field_of(text, "indexer_head_dim") or field_of(text, "index_head_dim")
     form = facts_of(field_of(text, "model_type")).indexer
     if form == "blocks by head" and text.index_n_heads != text.num_key_value_heads:
@@ -116,6 +116,8 @@ def _index_shape(text: Any) -> KVShape:
             f"config: expected {text.num_key_value_heads} index_n_heads, as many as KV heads, "
             f"since each of these chooses its tokens, got {text.index_n_heads}"
         )
+    if form == "pools":
+        width *= 2
     if form == "blocks":
         told = field_of(text, "rope_parameters") or {}
         dim = field_of(text, "head_dim") or text.hidden_size // text.num_attention_heads

@@ -124,7 +124,9 @@ OWN: dict[str, dict[str, Any]] = {
     "falcon_h1": {"mamba_d_ssm": 64},
     "gemma3": {"mm_tokens_per_image": 16},
     "gemma3n_text": {**SHARED, **_WITHOUT_SPARSITY},
-    "glm5_next": {"text_config": {**_ALL_HEADS, "qk_rope_head_dim": 0}},
+    "glm5_next": {
+        "text_config": {**_ALL_HEADS, **_CHOOSES, "qk_rope_head_dim": 0, "index_kpool": 4}
+    },
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
     "granite4_vision": {
         "deepstack_layer_map": [[0, 0], [1, 1]],
