@@ -72,7 +72,8 @@ class Bound:
         """
         mine, call = self._scoring, self._call
         same = scoring.scale.__class__ is float and scoring.scale == mine.scale
-        if not same or scoring.softcap is not mine.softcap or scoring.tensors:
+        none = scoring.sinks is scoring.alibi_slopes is scoring.distance_bias is None
+        if not (same and none) or scoring.softcap is not mine.softcap:
             return None
         if not all(like.fits(x) for like, x in zip(self._like, new)):
             return None

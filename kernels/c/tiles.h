@@ -67,7 +67,7 @@ static void begin_tile(const Call *call, const Task *task, const int64_t *starts
     empty(s->most, s->total, s->weighed, s->v_width);
     for (int64_t i = 0; i < MANY; i++) {
         s->first[i] = 0, s->last[i] = -1;
-        s->slopes[i] = 0.0f, s->bias[i] = call->bias;
+        if (call->slopes || call->bias) s->slopes[i] = 0.0f, s->bias[i] = call->bias;
         if (i >= task->count) continue;
         int64_t row = task->first + i, at = last_of(call, task->row, row / ratio);
         s->last[i] = (int32_t)at;
@@ -181,6 +181,7 @@ INLINE void multiply(int rows, const float *q, int64_t width, const float *turne
 /* Of the products of a row its weights, in their place. */
 static void weights_of(const Call *call, const Scratch *s, int64_t r, const int32_t *places) {
     enum { VECTORS = BLOCK / LANES };
+    const int by_distance = call->slopes || call->bias;
     float *weights = s->weights + r * BLOCK, before = s->most[r], highest = before;
     vf score[VECTORS], most = all(before);
     vi seen[VECTORS];
@@ -188,7 +189,8 @@ static void weights_of(const Call *call, const Scratch *s, int64_t r, const int3
         vi place;
         memcpy(&place, places + i * LANES, sizeof place);
         seen[i] = (place >= s->first[r]) & (place <= s->last[r]);
-        score[i] = biased(call, s, scored(call, load(weights + i * LANES)), s->last[r] - place, r, 0);
+        score[i] = scored(call, load(weights + i * LANES));
+        if (by_distance) score[i] = biased(call, s, score[i], s->last[r] - place, r, 0);
         score[i] = choose(seen[i], score[i], all(-INFINITY));
         most = larger(score[i], most);
     }
@@ -242,6 +244,7 @@ enum { ABREAST = 8 }; /* tokens, or head dims, that are summed side by side */
 INLINE void many_rows(const Call *call, const Scratch *s, int vectors, const int32_t *places, const float *v,
                       int64_t v_stride) {
     vf scores[BLOCK][2];
+    const int by_distance = call->slopes || call->bias;
     for (int t = 0; t < BLOCK; t += ABREAST) {
         vf sums[ABREAST][2];
         for (int j = 0; j < ABREAST; j++)
@@ -263,7 +266,8 @@ INLINE void many_rows(const Call *call, const Scratch *s, int vectors, const int
         memcpy(&last, s->last + w * LANES, sizeof last);
         for (int t = 0; t < BLOCK; t++) {
             vi seen = (places[t] >= first) & (places[t] <= last);
-            scores[t][w] = biased(call, s, scored(call, scores[t][w]), last - places[t], w * LANES, 1);
+            scores[t][w] = scored(call, scores[t][w]);
+            if (by_distance) scores[t][w] = biased(call, s, scores[t][w], last - places[t], w * LANES, 1);
             scores[t][w] = choose(seen, scores[t][w], all(-INFINITY));
             most = larger(scores[t][w], most);
         }

@@ -51,6 +51,7 @@ class Bound:
         self._v_is_k = k.data_ptr() == v.data_ptr()
         self._pools = [_memory(tensor) for tensor in _tensors(pages)]
         self._scoring, self._terms = scoring, scoring.arguments()[1]
+        self._has_tensors = bool(scoring.tensors)
         # To make a tensor like another takes a third of the time; these take no memory.
         self._out = out.new_empty(()).expand(out.shape)
         self._lse = out.new_empty((), dtype=torch.float32).expand(out.shape[:2])
@@ -109,7 +110,8 @@ class Bound:
         """
         mine = self._scoring
         if (
-            not (scoring.tensors or mine.tensors)
+            scoring.sinks is scoring.alibi_slopes is scoring.distance_bias is None
+            and not self._has_tensors
             and scoring.softcap is mine.softcap
             and scoring.scale.__class__ is float
             and scoring.scale == mine.scale
