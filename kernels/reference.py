@@ -161,6 +161,7 @@ def paged_attention(
     sinks: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
     distance_bias: Tensor | None = None,
+    tree: Tensor | None = None,
     causal: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """Attention of every row's new tokens over the row's pages.
@@ -176,6 +177,8 @@ def paged_attention(
         sinks: `[H]`, a score per head that takes its share of the weights and has no value.
         alibi_slopes: `[H]`; a token d tokens in front of the query has slope * d less.
         distance_bias: `[T, H, n]`, what such a token has more; nothing from n on.
+        tree: `[T]` int64. Bit d of a query says whether it sees the token d places in front of it,
+            for d below 63; it sees all that are farther. There is no window then, and no bias.
         causal: if not, every query sees all tokens of its row; there are no terms by distance then.
 
     Returns:
@@ -214,6 +217,10 @@ def paged_attention(
             if distance_bias is not None:
                 near = distance_bias[token].to(exact)[:, : last - first + 1].flip(-1)
                 scores[:, -near.shape[1] :] += near
+            if tree is not None:
+                back = last - torch.arange(first, last + 1, device=q.device)
+                hidden = ((tree[token] >> back.clamp(max=63)) & 1 == 0) & (back < 63)
+                scores = scores.masked_fill(hidden, -math.inf)
             lse[token] = torch.logaddexp(scores.logsumexp(-1), sink)
             weights = (scores - lse[token, :, None]).exp()
             out[token] = torch.einsum("hn,nhd->hd", weights, v).to(q.dtype)

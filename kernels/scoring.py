@@ -16,6 +16,7 @@ from torch import Tensor
 
 NO_WINDOW = 1 << 30  # wider than any text
 LOG2E = math.log2(math.e)
+FARTHEST = 63  # places in front of a query: tokens as far, or farther, are no part of its tree
 SOFTCAPS = (1e-3, 1e3)  # beyond, the kernels' tanh by exponentials has too few digits
 
 
@@ -28,17 +29,19 @@ class Scoring(NamedTuple):
     sinks: Tensor | None = None
     alibi_slopes: Tensor | None = None
     distance_bias: Tensor | None = None
+    tree: Tensor | None = None
 
     @property
     def plain(self) -> bool:
         """Whether torch's own attention makes such scores by itself, given a mask."""
         # It scales its mask along: minus infinity times 0 is NaN, times -1 what all would look at.
-        return not (self.softcap is not None or self.tensors) and self.scale > 0
+        terms = self.softcap is not None or self.sinks is not None or self.is_biased
+        return self.scale > 0 and not terms
 
     @property
     def by_distance(self) -> bool:
         """Whether it matters how far in front of its query a token is."""
-        return self.window is not None or self.is_biased
+        return self.window is not None or self.tree is not None or self.is_biased
 
     @property
     def is_biased(self) -> bool:
@@ -48,7 +51,7 @@ class Scoring(NamedTuple):
     @property
     def tensors(self) -> tuple[tuple[str, Tensor], ...]:
         """The terms that are tensors, each behind its name."""
-        if self.sinks is None and not self.is_biased:
+        if self.sinks is None and self.tree is None and not self.is_biased:
             return ()  # what most layers ask for
         terms = zip(self._fields[3:], self[3:])
         return tuple((name, term) for name, term in terms if term is not None)
@@ -65,7 +68,7 @@ class Scoring(NamedTuple):
             ValueError, TypeError: a term that is no number, out of its range, or a tensor that does
                 not fit the queries.
         """
-        scale, _, softcap, sinks, slopes, bias = self
+        scale, _, softcap, sinks, slopes, bias, tree = self
         scale = _number("scale", scale)
         if not math.isfinite(scale):
             raise ValueError(f"scale: expected a finite number, got {scale}")
@@ -79,7 +82,11 @@ class Scoring(NamedTuple):
             _check_floats("alibi_slopes", slopes, q, "[H]", q.shape[1:2])
         if bias is not None:
             _check_floats("distance_bias", bias, q, "[T, H, n]", (*q.shape[:2], None))
-        return Scoring(scale, window, softcap, sinks, slopes, bias)
+        if tree is not None:
+            _check_tree(tree, q)
+            if self.is_biased:
+                raise ValueError("tree: expected None with a bias by distance")
+        return Scoring(scale, window, softcap, sinks, slopes, bias, tree)
 
     def check_served(self, q: Tensor) -> None:
         """Raises for terms that kernels cannot compute, or read; `launch.py` knows of alignment."""
@@ -89,7 +96,8 @@ class Scoring(NamedTuple):
                 "backend='torch' takes any"
             )
         for name, term in self.tensors:
-            _check_contiguous(name, term, q)
+            if term is not self.tree:  # whose check is that of a caller's
+                _check_contiguous(name, term, q)
 
     # ------------------------------------------------------------------ in plain torch
 
@@ -115,9 +123,16 @@ class Scoring(NamedTuple):
             scores = scores.add_(bias.gather(-1, index).mul_(inside))
         return scores
 
-    def hidden(self, query: Tensor, token: Tensor) -> Tensor:
-        """Returns which tokens a query does not see, by the positions of both."""
+    def hidden(self, query: Tensor, token: Tensor, sees: Tensor | None = None) -> Tensor:
+        """Returns which tokens a query does not see, by the places of both.
+
+        Args:
+            sees: of each query its bits of the tree.
+        """
         hidden = token > query
+        if sees is not None:
+            back = query - token
+            hidden |= ((sees >> back.clamp(0, FARTHEST)) & 1 == 0) & (back < FARTHEST)
         if self.window is not None:
             hidden |= token <= query - self.window
         return hidden
@@ -130,11 +145,11 @@ class Scoring(NamedTuple):
         if self.window is None and self.softcap is None and not self.tensors:
             return ONLY_SCALED  # what most layers ask for; to make one takes longer
         terms = self.window is not None, self.softcap is not None
-        sinks, slopes, bias = (None if term is None else term.dtype for term in self[3:])
-        if self.distance_bias is None:
-            return ScoringKind(*terms, sinks, slopes)
-        reach = self.distance_bias.shape[2], self.distance_bias.is_contiguous()
-        return ScoringKind(*terms, sinks, slopes, bias, *reach)
+        sinks, slopes, bias = (None if term is None else term.dtype for term in self[3:6])
+        reach: tuple[Any, ...] = ()
+        if self.distance_bias is not None:
+            reach = self.distance_bias.shape[2], self.distance_bias.is_contiguous()
+        return ScoringKind(*terms, sinks, slopes, bias, *reach, tree=self.tree is not None)
 
     def arguments(self) -> tuple[int, Terms]:
         """The window and the other terms as kernels take them at run time.
@@ -162,6 +177,7 @@ class ScoringKind(NamedTuple):
     distance_bias: torch.dtype | None = None
     distances: int = 0
     by_query: bool = False
+    tree: bool = False
 
 
 ONLY_SCALED = ScoringKind(False, False)
@@ -182,6 +198,7 @@ class Terms(NamedTuple):
     sinks: Tensor | None
     alibi_slopes: Tensor | None
     distance_bias: Tensor | None
+    tree: Tensor | None = None
 
 
 def _number(name: str, value: Any) -> float:
@@ -209,6 +226,20 @@ def _check_floats(
         )
     if term.device != q.device:
         raise ValueError(f"{name}: expected device {q.device}, got {term.device}")
+
+
+def _check_tree(tree: Tensor, q: Tensor) -> None:
+    """Raises unless a tree has 64 bits for every query, where kernels find them."""
+    if not isinstance(tree, Tensor) or tree.layout != torch.strided or tree.dtype != torch.int64:
+        got = tree.dtype if isinstance(tree, Tensor) else type(tree).__name__
+        raise TypeError(f"tree: expected a dense int64 tensor, got {got}")
+    if tree.shape != q.shape[:1] or not tree.is_contiguous():
+        raise ValueError(
+            f"tree: expected a contiguous [T] = [{len(q)}], got {list(tree.shape)} with strides "
+            f"{tree.stride()}"
+        )
+    if tree.device != q.device:
+        raise ValueError(f"tree: expected device {q.device}, got {tree.device}")
 
 
 def _check_contiguous(name: str, term: Tensor, q: Tensor) -> None:

@@ -75,10 +75,12 @@ class Heads(NamedTuple):
         return Pages(format, words, scales, staging)
 
 
-# A term that is True has a number for each head; a bias by distance is said by how far it reaches.
+# A term that is True has a number for each head, but a tree one for each query; a bias by distance is
+# said by how far it reaches.
 ALL_TERMS: dict[str, Any] = {"window": 1024, "softcap": 30.0, "sinks": True}
 SLOPES: dict[str, Any] = {"alibi_slopes": True}
 BIASED: dict[str, Any] = {"distance_bias": 1024}
+TREE: dict[str, Any] = {"tree": True}  # which no layer with a window has
 MASS: dict[str, Any] = {"mass": True}  # no term of scores, but what is noted down of weights
 ACROSS: dict[str, Any] = {"causal": False}  # nor this
 LARGE_PAGES = Heads(page=64)
@@ -102,6 +104,7 @@ DECODE: dict[str, tuple[Heads, int, dict[str, Any]]] = {
     "D128 p16 slopes": (Heads(), 1, SLOPES),
     "D128 p16 biased": (Heads(), 1, BIASED),
     "D128 p16 8 queries": (Heads(), 8, {}),
+    "D128 p16 8 queries tree": (Heads(), 8, TREE),
     "D128 p64 16 queries": (LARGE_PAGES, 16, {}),
     "D256 p16": (Heads(8, 1, 256), 1, {}),
     "D64 p16 fp32": (Heads(head_dim=64, dtype=FP32), 1, {}),
@@ -142,6 +145,7 @@ PREFILL: dict[str, tuple[Heads, dict[str, Any]]] = {
     "D128 p16 all terms": (Heads(), ALL_TERMS),
     "D128 p16 slopes": (Heads(), SLOPES),
     "D128 p16 biased": (Heads(), BIASED),
+    "D128 p16 tree": (Heads(), TREE),
     "D256 p16": (Heads(8, 1, 256), {}),
     "D64 p16 fp32": (Heads(head_dim=64, dtype=FP32), {}),
     "D128 p16 fp32": (Heads(dtype=FP32), {}),
@@ -360,6 +364,8 @@ def _scoring(heads: Heads, terms: dict[str, Any], tokens: int) -> Scoring:
     found = {name: by_head if term is True else term for name, term in terms.items()}
     if distances := terms.get("distance_bias"):
         found["distance_bias"] = torch.zeros(tokens, heads.num_heads, distances, dtype=heads.dtype)
+    if "tree" in found:
+        found["tree"] = torch.zeros(tokens, dtype=torch.int64)
     return Scoring(1.0, **{name: found[name] for name in found if name in Scoring._fields})
 
 

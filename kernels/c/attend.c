@@ -36,6 +36,7 @@ typedef struct {
     float *lse;            /* [T, H], or null */
     const float *sinks, *slopes; /* [H], or null */
     const float *bias;     /* [T, H, distances], or null */
+    const int64_t *tree;   /* [T], or null */
     const int32_t *table;  /* [B, columns] */
     const int32_t *chosen; /* [B, G, read], columns that a row reads, ascending; or null */
     const int64_t *num_new, *kv_lens; /* [B] */

@@ -58,7 +58,7 @@ class Call(Structure):
 
     _fields_ = [
         *((name, CPages) for name in ("k", "v")),
-        *((name, c_void_p) for name in ("q", "out", "lse", *BY_HEAD, "table", "chosen")),
+        *((name, c_void_p) for name in ("q", "out", "lse", *BY_HEAD, "tree", "table", "chosen")),
         *((name, c_void_p) for name in ("num_new", "kv_lens")),
         *((name, c_int64) for name in ("q_token", "q_head", "columns", "read")),
         *((name, c_int64) for name in ("rows", "heads", "groups", "page_size", "window")),
@@ -124,12 +124,12 @@ def call_of(
     k, v = map(Pages.of, pages)
     q = q if q.stride(2) == 1 else q.contiguous()
     page_table = page_table if page_table.is_contiguous() else page_table.contiguous()
-    sinks, slopes, bias = (None if x is None else x.float() for x in scoring[3:])
+    sinks, slopes, bias = (None if x is None else x.float() for x in scoring[3:6])
     by_head = (None if x is None else x.contiguous() for x in (sinks, slopes))
     bias = bias if bias is None or bias.stride(2) == 1 else bias.contiguous()
     by_distance = (0, 0, 0) if bias is None else (*bias.stride()[:2], bias.shape[2])
     num_new, kv_lens = (np.ascontiguousarray(x, np.int64) for x in (num_new, kv_lens))
-    tensors = q, *results, *by_head, bias, page_table, chosen
+    tensors = q, *results, *by_head, bias, scoring.tree, page_table, chosen
     call = Call(
         *(in_c(x, q.dtype) for x in (k, v)),
         *(None if x is None else x.data_ptr() for x in tensors),

@@ -75,6 +75,8 @@ class Bound:
         none = scoring.sinks is scoring.alibi_slopes is scoring.distance_bias is None
         if not (same and none) or scoring.softcap is not mine.softcap:
             return None
+        if scoring.tree is not mine.tree:
+            return None
         if not all(like.fits(x) for like, x in zip(self._like, new)):
             return None
         addresses = [x.data_ptr() for x in new]

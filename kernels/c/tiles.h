@@ -4,6 +4,7 @@
    weights of a block are summed as a tree, and what they weigh is one chain over tokens. */
 
 enum { AHEAD = 2 * BLOCK }; /* tokens after which a block is due that is asked for */
+enum { FARTHEST = 63 };     /* places in front of a query: tokens as far, or farther, are no part of its tree */
 
 typedef struct {
     const char *rows[BLOCK];
@@ -23,13 +24,14 @@ typedef struct {
     int32_t *first, *last; /* tokens that each row sees; the last is its own, where distance counts */
     float *slopes;         /* of each row */
     const float **bias;    /* of each row, by distance */
+    int64_t *tree;         /* of what each row sees its bits; null without a tree */
     Soon k_soon, v_soon;
 } Scratch;
 
 /* Sizes of a thread's scratch, in floats; each begins at a whole vector. */
 static int64_t scratch_floats(const Call *call) {
     int64_t k = (call->k.dim + LANES - 1) / LANES * LANES, v = (call->v.dim + LANES - 1) / LANES * LANES;
-    return MANY * (k + 2 * v) + BLOCK * 2 * (k + v) + BLOCK * MANY + 9 * MANY;
+    return MANY * (k + 2 * v) + BLOCK * 2 * (k + v) + BLOCK * MANY + 11 * MANY;
 }
 
 static Scratch cut(const Call *call, float *memory) {
@@ -52,6 +54,7 @@ static Scratch cut(const Call *call, float *memory) {
     s.last = s.first + MANY;
     s.slopes = (float *)(s.last + MANY);
     s.bias = (const float **)(s.slopes + MANY);
+    s.tree = call->tree ? (int64_t *)(s.bias + MANY) : NULL;
     return s;
 }
 
@@ -68,6 +71,7 @@ static void begin_tile(const Call *call, const Task *task, const int64_t *starts
     for (int64_t i = 0; i < MANY; i++) {
         s->first[i] = 0, s->last[i] = -1;
         if (call->slopes || call->bias) s->slopes[i] = 0.0f, s->bias[i] = call->bias;
+        if (s->tree) s->tree[i] = -1;
         if (i >= task->count) continue;
         int64_t row = task->first + i, at = last_of(call, task->row, row / ratio);
         s->last[i] = (int32_t)at;
@@ -76,6 +80,7 @@ static void begin_tile(const Call *call, const Task *task, const int64_t *starts
         int64_t from = token * call->q_token + head * call->q_head;
         if (call->slopes) s->slopes[i] = call->slopes[head];
         if (call->bias) s->bias[i] = call->bias + token * call->bias_token + head * call->bias_head;
+        if (s->tree) s->tree[i] = call->tree[token];
         for (int64_t d = 0; d < dim; d++)
             s->q[in_lanes ? d * MANY + i : i * s->k_width + d] = element(call->q, from + d, call->type);
     }
@@ -101,12 +106,21 @@ INLINE vf biased(const Call *call, const Scratch *s, vf score, vi distance, int6
 /* ------------------------------------------------------------------ values that are no numbers */
 
 INLINE int is_number(float x) { return x - x == 0; }
-INLINE int sees(const Scratch *s, int64_t row, int32_t place) { return place >= s->first[row] && place <= s->last[row]; }
+
+/* Whether a row's tree, if there is one, shows it a token that is not behind its query. */
+INLINE int shown(const Scratch *s, int64_t row, int32_t place) {
+    int32_t back = s->last[row] - place;
+    return !s->tree || back < 0 || back >= FARTHEST || (s->tree[row] >> back & 1);
+}
+
+INLINE int sees(const Scratch *s, int64_t row, int32_t place) {
+    return place >= s->first[row] && place <= s->last[row] && shown(s, row, place);
+}
 
 /* The values of a block with zeros for what is no number, where some rows see tokens that others do not:
    a weight of 0 does not hide it, 0 times infinity is none. Else the values as they lie. */
 static const float *numbers_of(const Scratch *s, int64_t rows, const int32_t *places, const float *v, int64_t stride) {
-    int apart = 0;
+    int apart = s->tree != NULL; /* rows between the first and the last see others */
     vi none = {0};
     for (int t = 0; t < BLOCK; t++) apart |= places[t] >= 0 && !(sees(s, 0, places[t]) && sees(s, rows - 1, places[t]));
     for (int t = 0; apart && t < BLOCK; t++)
@@ -189,6 +203,8 @@ static void weights_of(const Call *call, const Scratch *s, int64_t r, const int3
         vi place;
         memcpy(&place, places + i * LANES, sizeof place);
         seen[i] = (place >= s->first[r]) & (place <= s->last[r]);
+        if (s->tree && any((s->last[r] - place) < FARTHEST))
+            for (int t = 0; t < LANES; t++) seen[i][t] &= -shown(s, r, places[i * LANES + t]);
         score[i] = scored(call, load(weights + i * LANES));
         if (by_distance) score[i] = biased(call, s, score[i], s->last[r] - place, r, 0);
         score[i] = choose(seen[i], score[i], all(-INFINITY));
@@ -266,6 +282,8 @@ INLINE void many_rows(const Call *call, const Scratch *s, int vectors, const int
         memcpy(&last, s->last + w * LANES, sizeof last);
         for (int t = 0; t < BLOCK; t++) {
             vi seen = (places[t] >= first) & (places[t] <= last);
+            if (s->tree && any((last - places[t]) < FARTHEST))
+                for (int i = 0; i < LANES; i++) seen[i] &= -shown(s, w * LANES + i, places[t]);
             scores[t][w] = scored(call, scores[t][w]);
             if (by_distance) scores[t][w] = biased(call, s, scores[t][w], last - places[t], w * LANES, 1);
             scores[t][w] = choose(seen, scores[t][w], all(-INFINITY));

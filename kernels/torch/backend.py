@@ -276,6 +276,7 @@ def _attend(
     scale, window = scoring.scale, scoring.window
     plain = scoring.plain and not return_lse
     limits = window is not None and bucket.new > 1 and bucket.length > window
+    limits |= scoring.tree is not None
     if plain and bucket.new == 1:
         # The H / G queries of a KV head as rows of one product: K and V are read once for them.
         n, heads, _, dim = q.shape
@@ -354,11 +355,15 @@ def _mask(bucket: Bucket, start: int, stop: int, scoring: Scoring, q: Tensor) ->
         `[n or 1, 1, stop - start, length]`. A row with nothing to see cannot occur: every query
         sees at least itself.
     """
-    mask = bucket.masks.get((start, q.dtype))
+    mask = bucket.masks.get((start, q.dtype)) if scoring.tree is None else None
     if mask is None:
-        hidden = scoring.hidden(*_places(bucket, start, stop, q.device)).unsqueeze(1)
+        tree = scoring.tree
+        if tree is not None:
+            tree = tree[bucket.tokens].view(-1, bucket.new, 1)[:, start:stop]
+        hidden = scoring.hidden(*_places(bucket, start, stop, q.device), tree).unsqueeze(1)
         mask = torch.zeros(hidden.shape, dtype=q.dtype, device=q.device)
         mask.masked_fill_(hidden, -math.inf)
-        if start == 0 and stop == bucket.new:  # one block: worth keeping for the next layer
+        if start == 0 and stop == bucket.new and tree is None:
+            # One block, of a mask that all layers have: worth keeping.
             bucket.masks[(start, q.dtype)] = mask
     return mask

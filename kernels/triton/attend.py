@@ -19,11 +19,14 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from pagedkv.kernels import scoring
+
 from .codes import by_channel, excess, raised, step_and_least, unit, unpack
 from .tile import load_tile, page_ids, pages_of, place, times
 
 LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
+FARTHEST: tl.constexpr = tl.constexpr(scoring.FARTHEST)
 INFINITE: tl.constexpr = tl.constexpr(3e38)  # stands for an infinite sink, whose distance is 0
 
 # What `terms` and `KIND` are, of which kernels pass all but the window through: `scoring.Terms` and
@@ -67,7 +70,7 @@ def made(products, scale, terms, rows, token, KIND: tl.constexpr):
         scale: that of `terms`, times what scales of K say; it broadcasts against products.
         terms: of the scores.
         rows: `[BLOCK_M]` each, position and head of the queries, their places among those of the
-            step and its heads, and whether there is a query.
+            step and its heads, whether there is a query, and their bits of a tree if any.
         token: `[BLOCK_N]`, positions of the keys.
         KIND: which terms there are.
     """
@@ -90,6 +93,10 @@ def made(products, scale, terms, rows, token, KIND: tl.constexpr):
         bias = terms.distance_bias + first * KIND.distances
         added = tl.load(bias + (begin[:, None] + distance), mask=near, other=0.0)
         scores += added.to(tl.float32) * LOG2E
+    if KIND.tree:
+        back = tl.minimum(tl.maximum(rows[0][:, None] - token[None, :], 0), FARTHEST)
+        seen = (((rows[4][:, None] >> back) & 1) != 0) | (back == FARTHEST)
+        scores = tl.where(seen, scores, float("-inf"))
     return scores
 
 
@@ -181,7 +188,7 @@ def attend(
     AHEAD: tl.constexpr = K_FORMAT.scales == "token" or V_FORMAT.scales == "token"
     position = rows[0]
     scale = terms.scale
-    MASKED: tl.constexpr = RAGGED or STAGING != "absent"
+    MASKED: tl.constexpr = RAGGED or STAGING != "absent" or KIND.tree
     # Weights times scales of tokens need bfloat16's range, other weights float16's digits.
     V_DTYPE: tl.constexpr = (
         dtype

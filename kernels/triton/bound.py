@@ -110,7 +110,7 @@ class Bound:
         """
         mine = self._scoring
         if (
-            scoring.sinks is scoring.alibi_slopes is scoring.distance_bias is None
+            scoring.sinks is scoring.alibi_slopes is scoring.distance_bias is scoring.tree is None
             and not self._has_tensors
             and scoring.softcap is mine.softcap
             and scoring.scale.__class__ is float

@@ -177,9 +177,11 @@ def _prefill(
         real = query < queries
         if RATIO % HEADS:
             real = real & (head < kv_head * RATIO + RATIO)
+        rows = tl.tuple([position, head, (token + query) * NUM_HEADS + head, real])
+        if KIND.tree:
+            rows += (tl.load(terms.tree + token + query, mask=real, other=-1),)
         where = (token + query) * (q_stride_t * 16) + head * (q_stride_h * 16)
         q = load_tile(q_ptr, where, real, K_PARTS, K_WIDTH, K_BLOCK, K_REST)
-        rows = (position, head, (token + query) * NUM_HEADS + head, real)
         top, total = before_tokens(terms, head, real)
         acc = zeros(BLOCK_M, V_PARTS, V_BLOCK)
         table_ptr += row.to(tl.int64) * table_stride

@@ -101,8 +101,14 @@ class Step:
 
     def options_of(self, tokens: slice) -> dict[str, Any]:
         """The terms of the scores of some queries."""
-        bias = self.options["distance_bias"]
-        return self.options | {"distance_bias": None if bias is None else bias[tokens].clone()}
+        by_query = {name: self.options[name] for name in ("distance_bias", "tree")}
+        cut = {name: None if x is None else x[tokens].clone() for name, x in by_query.items()}
+        return self.options | cut
+
+    @property
+    def tree(self) -> Tensor | None:
+        """`[T]`, its bits of each query."""
+        return self.options["tree"]
 
     def seen(self, row: int) -> range:
         """Tokens of a row that one of its queries sees, if it has any."""
@@ -181,6 +187,7 @@ def step_of(
     alibi: bool = False,
     distances: int = 0,
     by_query: bool = True,
+    tree: bool = False,
     device: str = DEVICE,
 ) -> Step:
     """A step on shuffled pages.
@@ -191,6 +198,7 @@ def step_of(
         shared: how many leading pages all rows have in common.
         pages: of the pool; those in use are its last ones.
         columns: of the table.
+        tree: new tokens see but their ancestors among them, any tree's.
         order: which pages rows get; what is in them does not depend on it.
         alibi: whether there are slopes.
         distances: how far a bias by distance reaches, which differs by query, or by head alone.
@@ -239,6 +247,7 @@ def step_of(
     options["alibi_slopes"] = 0.1 * drawn(heads).abs() if alibi else None
     bias = drawn(len(q) if by_query else 1, heads, distances) if distances else None
     options["distance_bias"] = None if bias is None else bias.expand(len(q), -1, -1)
+    options["tree"] = _tree_of(rows, shuffle).to(device) if tree else None
     return Step(
         rows,
         q,
@@ -251,6 +260,21 @@ def step_of(
         torch.cat(slots).to(device),
         options,
     )
+
+
+def _tree_of(rows: Rows, random: torch.Generator) -> Tensor:
+    """The bits of trees of which every token but the first may follow any one before it."""
+    bits: list[int] = []
+    for new, _ in rows:
+        above = [0]  # the ancestors of each token, by their places in the row
+        for token in range(1, new):
+            parent = int(torch.randint(token, (), generator=random))
+            above.append(above[parent] | 1 << parent)
+        for token, seen in enumerate(above[:new]):
+            near = min(token, 62)
+            own = sum((seen >> (token - d) & 1) << d for d in range(1, near + 1)) | 1
+            bits.append(own | -1 << (near + 1))  # and all in front of the new tokens
+    return torch.tensor(bits, dtype=torch.int64)
 
 
 # ------------------------------------------------------------------ coded pages

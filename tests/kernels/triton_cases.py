@@ -30,6 +30,8 @@ FEATURES: dict[str, dict[str, Any]] = {
     "a scale": {"scale": -1.5},
     "all, in a narrow window": {"window": 3, "sinks": True, "softcap": 2.0, "scale": 0.7},
     "all, in a wide window": {"window": 90, "sinks": True, "softcap": 5.0, "scale": 0.7},
+    "a tree": {"tree": True},
+    "a tree, sinks and a softcap": {"tree": True, "sinks": True, "softcap": 2.0},
     "slopes": {"alibi": True},
     "a bias of each query": {"distances": 40},
     "a bias of each head, slopes and a softcap, in a window": {
@@ -42,7 +44,7 @@ FEATURES: dict[str, dict[str, Any]] = {
 }
 OFTEN = "a window of one token", "a window of a tile", "a window with whole tiles that all see"
 OFTEN += "sinks", "a softcap", "a scale", "all, in a narrow window", "a bias of each query"
-OFTEN += ("a bias of each head, slopes and a softcap, in a window",)
+OFTEN += ("a tree, sinks and a softcap", "a bias of each head, slopes and a softcap, in a window")
 
 
 def with_half(names: Iterable[str], *chosen: str) -> list[Any]:

@@ -124,6 +124,9 @@ def twin(step: Step) -> Truth:
             most = max(most, float(added.abs().max()))
         if window is not None:
             hidden |= token <= position - window
+        if step.tree is not None:
+            back = position - token
+            hidden |= ((step.tree[tokens, None] >> back.clamp(0, 63)) & 1 == 0) & (back < 63)
         scores = scores.masked_fill(hidden[:, None, None], -math.inf)
         score = max(score, abs(scale) * float(q.norm(dim=-1).max() * k.norm(dim=-1).max()))
         value = max(value, float(v.abs().max()))

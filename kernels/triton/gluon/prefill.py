@@ -180,6 +180,7 @@ def serves(geometry: Geometry, scoring: Scoring, target: Target) -> bool:
         and geometry.page % 16 == 0  # the least of what is copied at once, see `Sizes.box`
         and _is_grid(geometry.k)
         and _is_grid(geometry.v)
+        and scoring.tree is None
         and scoring.scale > 0
         and not scoring.is_biased
     )

@@ -52,6 +52,29 @@ def test_parts_are_one_softmax_and_the_same_in_one_task_and_in_several(window):
     assert not differs(step)
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_query_sees_its_ancestors_alone_among_new_tokens(dtype):
+    """Tiles of few rows and of many, parts, a value that is infinite for some rows, coded pages."""
+    rows = [(2, 1025), (5, 21), (16, 130), (9, 9), (40, 70), (1, 30)]
+    step = step_of(rows, heads=6, dim=64, dtype=dtype, tree=True, device="cpu")
+    check(step, attend(step))
+    assert step.tree is not None
+    plain = replace(step, options=step.options | {"tree": None})
+    chain = replace(step, options=step.options | {"tree": torch.full_like(step.tree, -1)})
+    assert all(torch.equal(x, y) for x, y in zip(attend(plain), attend(chain)))
+    for pair in EACH:
+        check(one := coded(step_of(rows, dim=32, dtype=dtype, tree=True), *pair), attend(one))
+    out, _ = attend(step)
+    page, slot = divmod(int(step.slots[2 + 5 + 3]), 16)  # the fourth of the third row
+    step.v_pages[page, :, slot] = math.inf
+    sees = step.tree[7:23] >> torch.arange(-3, 13).clamp(0) & 1 == 1
+    sees &= torch.arange(16) >= 3
+    found = attend(step)[0]
+    assert not found[7:23][sees].isfinite().any()
+    found[7:23][sees] = out[7:23][sees]
+    assert torch.equal(found, out)
+
+
 def test_pages_that_are_chosen_are_read_and_no_others():
     step = step_of([(1, 100), (1, 70), (1, 41)], heads=4, groups=2, dim=32, device="cpu")
     columns = torch.tensor([[[0, 2, 6], [0, 4, 6]], [[0, 3, 4]] * 2, [[-1, 0, 0]] * 2]).int()
