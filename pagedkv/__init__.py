@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from .attention import attend_again as attend_again
     from .attention import attend_pages as attend_pages
     from .attention import paged_attention as paged_attention
+    from .attention import tree_of as tree_of
     from .attention import write_kv as write_kv
     from .attention import write_pages as write_pages
     from .batch import BatchGenerator as BatchGenerator
@@ -65,6 +66,7 @@ _HOME = {
     "paged_attention": "attention",
     "plan_memory": "planner",
     "split_by_prefix": "planner.shards",
+    "tree_of": "attention",
     "write_kv": "attention",
     "write_pages": "attention",
 }

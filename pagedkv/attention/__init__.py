@@ -6,3 +6,4 @@ from .api import write_kv as write_kv
 from .own_pages import attend_pages as attend_pages
 from .own_pages import write_pages as write_pages
 from .own_plan import AttentionPlan as AttentionPlan
+from .tree import tree_of as tree_of

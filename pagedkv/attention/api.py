@@ -71,6 +71,7 @@ def paged_attention(
     alibi_slopes: Tensor | None = ...,
     distance_bias: Tensor | None = ...,
     indices: Tensor | None = ...,
+    tree: Tensor | None = ...,
     return_lse: Literal[False] = ...,
 ) -> Tensor: ...
 
@@ -89,6 +90,7 @@ def paged_attention(
     alibi_slopes: Tensor | None = ...,
     distance_bias: Tensor | None = ...,
     indices: Tensor | None = ...,
+    tree: Tensor | None = ...,
     return_lse: Literal[True],
 ) -> tuple[Tensor, Tensor]: ...
 
@@ -106,6 +108,7 @@ def paged_attention(
     alibi_slopes: Tensor | None = None,
     distance_bias: Tensor | None = None,
     indices: Tensor | None = None,
+    tree: Tensor | None = None,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Writes the step's K and V of one layer, then attends causally over each sequence's pages.
@@ -129,6 +132,10 @@ def paged_attention(
             0 and behind the query itself do not count; a query with none reads itself. `[T, G, n]`
             has them of each KV head apart, without `sinks`. It is for dense pages of layers
             without a window, none of which a policy gives up.
+        tree: `[T]` int64, bits that say which new tokens of its row a query sees, for drafts that
+            branch (`tree_of`): bit d the token d places in front of it. It sees all that are 63
+            places in front and farther. It is for layers without a window and without a bias by
+            distance, of whose pages a policy gives up none and whose queries read all.
         return_lse: also return the natural log-sum-exp of the scores, the sink's included.
 
     Returns:
@@ -136,7 +143,7 @@ def paged_attention(
 
     Raises:
         NotImplementedError: the Triton backend has no kernel for this many query heads a KV head,
-            or there are `indices` in compiled code.
+            there are `indices` or a `tree` in compiled code, or a `tree` where there is none.
         ClosedStepError: the step was committed or aborted.
         ValueError, TypeError: a shape, device or dtype differs from the cache's, or a policy gives
             up tokens in front of which a bias by distance would count.
@@ -154,12 +161,13 @@ def paged_attention(
         torch.Size([3, 4, 16])
     """
     if torch.compiler.is_compiling():
-        if indices is not None:
-            raise NotImplementedError("indices: expected None in compiled code")
+        for name, term in (("indices", indices), ("tree", tree)):
+            if term is not None:
+                raise NotImplementedError(f"{name}: expected None in compiled code")
         terms = scale, softcap, sinks, alibi_slopes, distance_bias
         out, lse = _operator(q, k, v, step.handle, layer, *terms)
     else:
-        scoring = _terms(q, scale, softcap, sinks, alibi_slopes, distance_bias)
+        scoring = _terms(q, scale, softcap, sinks, alibi_slopes, distance_bias, tree)
         call = Call(q, k, v, step.at(layer), layer, scoring, return_lse)
         out, lse = _attend(call, step) if indices is None else _attend_chosen(call, indices)
     return (out, lse) if return_lse else out

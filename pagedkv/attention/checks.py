@@ -22,6 +22,8 @@ def checked(call: Call) -> Call:
     if k is not None and v is not None:
         check_kv(k, v, step, layer)
     sight = step.config.groups[group]
+    if scoring.tree is not None:
+        _require_whole(step, layer, sight.window)
     scoring = scoring.checked(q, None if sight.chunked else sight.window)
     for name, tensor in scoring.tensors:
         check_grad(name, tensor)
@@ -44,6 +46,16 @@ def _require_places(call: Call, window: int | None) -> None:
             f"{names}: expected a cache that reads all pages, got read_tokens="
             f"{config.read_tokens}; pages are chosen by keys alone"
         )
+
+
+def _require_whole(step: StepMetadata, layer: int, window: int | None) -> None:
+    """Raises for a tree in a layer whose queries do not see all of their texts."""
+    config = step.config
+    chosen = None if not config.read_tokens else f"read_tokens={config.read_tokens}"
+    kept = None if config.policy is None else f"retention={config.retention!r}"
+    sees = f"a window of {window} in layer {layer}" if window is not None else chosen or kept
+    if sees is not None:
+        raise NotImplementedError(f"tree: expected layers that see all of a text, got {sees}")
 
 
 def require_tensor(name: str, tensor: Any) -> None:

@@ -26,6 +26,8 @@ def chosen_of(call: Call, indices: Tensor) -> Chosen:
     pages = tuple(page for page in call.pages if isinstance(page, Tensor))
     if step.config.groups[group].window is not None or step.config.policy is not None:
         raise ValueError("indices: expected a layer without a window, whose pages all stay")
+    if call.scoring.tree is not None:
+        raise ValueError("indices: expected none beside a tree, of which each query is a row here")
     if len(pages) < 2:
         raise ValueError(f"indices: expected dense pages, got {step.config.kv_format!r}")
     if call.scoring.is_biased:

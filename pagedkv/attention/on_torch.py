@@ -30,7 +30,7 @@ def reads_prefixes(call: Call) -> bool:
     _, k_dim, v_dim, _ = call.step.config.shapes[call.group]
     scoring = call.scoring
     plain = scoring.plain and not call.return_lse and call.step.reads_prefixes
-    plain = plain and call.step.config.groups[call.group].window is None
+    plain = plain and call.step.config.groups[call.group].window is None and scoring.tree is None
     return call.q.device.type == "cpu" and plain and not call.reads and k_dim == v_dim
 
 

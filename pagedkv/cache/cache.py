@@ -421,7 +421,9 @@ class PagedKVCache:
         """Moves lengths by the step's tokens, once, and makes them findable.
 
         Args:
-            accepted: `[B]`, how many of its new tokens each sequence keeps; default all.
+            accepted: `[B]`, how many of its new tokens each sequence keeps; default all. Or B
+                lists of their places, which rise: of drafts that branch (`tree_of`) those of one
+                branch. What is kept moves to the slots that follow the text.
             tokens: ids for a step that was prepared by count, in the forms of `prepare`; the first
                 `accepted` ids of each sequence are used.
             revocable: until their next commit, layers with a window keep every page that `truncate`
@@ -433,6 +435,8 @@ class PagedKVCache:
             ClosedStepError: the step was already committed or aborted.
             WrongCacheError: the step belongs to another cache.
             LayerWritesError: other layers wrote, and tokens would be kept; the step stays open.
+            NotImplementedError: tokens would have to move that a policy or staging pages place; the
+                step stays open.
             MemoryError: there was no memory to code pages or to choose states, and the step stays
                 open; or none to merge values, and the step is committed. `step.state` says which.
 
@@ -445,8 +449,8 @@ class PagedKVCache:
         """
         with self._closing:
             plan = self._require_mine(step)
-            kept = None if accepted is None else as_accepted(accepted, plan.new)
-            ids = committed_ids(plan, kept, tokens)
+            kept, places = (None, None) if accepted is None else as_accepted(accepted, plan.new)
+            ids = committed_ids(plan, kept, tokens, places)
             keeps = kept is None or bool(kept.any())
             named = as_layers(layers, self.config.num_layers)
             if keeps and not require_written(step.wrote, self.config.num_layers, named):
@@ -457,6 +461,8 @@ class PagedKVCache:
             with Uninterrupted():
                 # Work on the device comes first: if it fails for want of memory, nothing changed.
                 taken = plan.new if kept is None else kept
+                if places is not None:
+                    self._copies.move(plan, taken, places)
                 self._copies.code(plan, taken)
                 if step.states is not None:
                     with memory_errors():

@@ -1,11 +1,14 @@
-"""A step's work on bytes of pages besides its layers' writes: copies before them, coding after."""
+"""A step's work on bytes of pages beside its layers' writes: copies before, moves, coding after."""
 
 from __future__ import annotations
+
+import numpy as np
 
 from pagedkv.arrays import Ints
 from pagedkv.config import CacheConfig
 from pagedkv.pages import staging
 from pagedkv.pages.plan import PagePlan
+from pagedkv.pages.pool import within
 from pagedkv.pages.publish import completed
 from pagedkv.pages.tables import PageTables
 from pagedkv.step.metadata import StepMetadata
@@ -45,6 +48,32 @@ class StepCopies:
         for copy in plan.copies:
             statistics.copy(copy.source, copy.target)
         step.watch(statistics.queries(plan.new), statistics)
+
+    def move(self, plan: PagePlan, kept: Ints, places: Ints) -> None:
+        """Moves K and V of the tokens kept side by side, behind those before the step.
+
+        Args:
+            kept: `[B]`, how many of each sequence.
+            places: of them all, among the new tokens of their sequence.
+        """
+        config = self._config
+        if config.policy is not None or config.staged:
+            why = f"{config.kv_format} pages" if config.staged else "a retention policy"
+            raise NotImplementedError(
+                f"accepted: expected the first tokens of each sequence with {why}, got others"
+            )
+        tables, order, ends = self._tables, np.repeat(np.arange(kept.size), kept), within(kept)
+        apart = places != ends
+        rows, start = plan.rows[order[apart]], plan.start[order[apart]]
+        for group in range(len(config.groups)):
+            source, target = (
+                (tables.tables[group, rows, column] - tables.base[group]) * tables.page_size + slot
+                for column, slot in (
+                    divmod(start + x[apart], tables.page_size) for x in (places, ends)
+                )
+            )
+            with memory_errors():
+                self._storage.copy_slots(group, source, target)
 
     def code(self, plan: PagePlan, kept: Ints) -> None:
         """Codes and bounds the pages that are complete once the step keeps `kept` tokens."""

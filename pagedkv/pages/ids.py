@@ -167,8 +167,17 @@ def _require_prompts(tables: PageTables, rows: Ints, ids: Tokens, new: Ints) -> 
             )
 
 
-def as_accepted(accepted: Any, new: Ints) -> Ints:
-    """How many of its new tokens each sequence keeps, checked: `[B]`."""
+def as_accepted(accepted: Any, new: Ints) -> tuple[Ints, Ints | None]:
+    """How many of its new tokens each sequence keeps, `[B]`, and which: checked.
+
+    Args:
+        accepted: counts, or lists of places among the new tokens of each sequence.
+
+    Returns:
+        The counts, and the places of all that are kept; None where they are the first.
+    """
+    if not hasattr(accepted, "dtype") and any(map(_has_length, accepted)):
+        return _as_paths(accepted, new)
     kept = np.asarray(accepted)
     if kept.dtype.kind not in "iu":
         raise TypeError(f"accepted: expected integers, got {kept.dtype}")
@@ -176,7 +185,20 @@ def as_accepted(accepted: Any, new: Ints) -> Ints:
         raise ValueError(
             f"accepted: expected 0 <= accepted <= new = {new.tolist()}, got {kept.tolist()}"
         )
-    return kept.astype(np.int64)
+    return kept.astype(np.int64), None
+
+
+def _as_paths(accepted: Any, new: Ints) -> tuple[Ints, Ints | None]:
+    ids, count = pack("accepted", accepted, new.size, may_be_empty=True)
+    kept, places = count.astype(np.int64), ids.astype(np.int64)
+    firsts = within(kept)
+    rises = (np.diff(places, prepend=0) > 0) | (firsts == 0)
+    if not rises.all() or (places >= np.repeat(new, kept)).any():
+        raise ValueError(
+            f"accepted: expected rising places below new = {new.tolist()}, got "
+            f"{[list(path) for path in accepted]}"
+        )
+    return kept, None if np.array_equal(places, firsts) else places
 
 
 def require_whole(plan: PagePlan, kept: Ints | None) -> None:
@@ -188,13 +210,21 @@ def require_whole(plan: PagePlan, kept: Ints | None) -> None:
         )
 
 
-def committed_ids(plan: PagePlan, kept: Ints | None, tokens: Any) -> Tokens | None:
+def committed_ids(
+    plan: PagePlan, kept: Ints | None, tokens: Any, places: Ints | None = None
+) -> Tokens | None:
     """Ids of the tokens that a step keeps, packed; None if none is known.
 
     Args:
         kept: of each sequence; None for all.
         tokens: what `commit` was given, or None.
+        places: of those kept among the new tokens of their sequence, unless they are the first.
     """
+    if places is not None and kept is not None:
+        if tokens is not None:
+            raise ValueError("tokens: expected None with places, of ids given at prepare")
+        begins = np.repeat(np.cumsum(plan.new) - plan.new, kept)
+        return None if plan.tokens is None else plan.tokens[begins + places]
     wanted = plan.new if kept is None else kept
     if tokens is None:
         if plan.tokens is None or kept is None:

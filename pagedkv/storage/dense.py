@@ -126,6 +126,14 @@ class DenseStorage:
         for pages in self._parts(group, 0).values():
             self._kernels.copy_pages(pages, *ids)
 
+    def copy_slots(self, group: int, source: Ints, target: Ints) -> None:
+        """Copies slots of one group in all its layers, all at once; there are no staging pages."""
+        (page, at), (into, to) = (
+            map(self._ids, divmod(x, self.page_size)) for x in (source, target)
+        )
+        for pages in self._parts(group, 0).values():
+            pages[:, into, :, to] = pages[:, page, :, at]
+
     def code_pages(self, group: int, source: Ints, target: Ints) -> None:
         """Codes staging pages, where there are any."""
         raise NotImplementedError("dense pages are not coded")

@@ -59,6 +59,11 @@ class DividedStorage(DenseStorage):
         for part, _ in self.of_group(group):
             part.copy_pages(group, source, target)
 
+    def copy_slots(self, group: int, source: Ints, target: Ints) -> None:
+        """See `DenseStorage`."""
+        for part, _ in self.of_group(group):
+            part.copy_slots(group, source, target)
+
     def code_pages(self, group: int, source: Ints, target: Ints) -> None:
         for part, _ in self.of_group(group):
             part.code_pages(group, source, target)
