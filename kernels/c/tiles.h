@@ -106,15 +106,12 @@ INLINE vf biased(const Call *call, const Scratch *s, vf score, vi distance, int6
 /* ------------------------------------------------------------------ values that are no numbers */
 
 INLINE int is_number(float x) { return x - x == 0; }
+INLINE int sees(const Scratch *s, int64_t row, int32_t place) { return place >= s->first[row] && place <= s->last[row]; }
 
-/* Whether a row's tree, if there is one, shows it a token that is not behind its query. */
+/* Whether a row's tree, if there is one, shows it a token that it would see without. */
 INLINE int shown(const Scratch *s, int64_t row, int32_t place) {
     int32_t back = s->last[row] - place;
     return !s->tree || back < 0 || back >= FARTHEST || (s->tree[row] >> back & 1);
-}
-
-INLINE int sees(const Scratch *s, int64_t row, int32_t place) {
-    return place >= s->first[row] && place <= s->last[row] && shown(s, row, place);
 }
 
 /* The values of a block with zeros for what is no number, where some rows see tokens that others do not:
@@ -138,7 +135,7 @@ static void add_others(const Scratch *s, int64_t rows, const int32_t *places, co
     for (int t = 0; t < BLOCK; t++)
         for (int64_t d = 0; d < s->v_width; d++)
             for (int64_t r = 0; r < rows && !is_number(v[t * stride + d]); r++)
-                if (sees(s, r, places[t]))
+                if (sees(s, r, places[t]) && shown(s, r, places[t]))
                     s->weighed[in_lanes ? d * MANY + r : r * s->v_width + d] +=
                         s->weights[in_lanes ? t * MANY + r : r * BLOCK + t] * v[t * stride + d];
 }
@@ -282,12 +279,21 @@ INLINE void many_rows(const Call *call, const Scratch *s, int vectors, const int
         memcpy(&last, s->last + w * LANES, sizeof last);
         for (int t = 0; t < BLOCK; t++) {
             vi seen = (places[t] >= first) & (places[t] <= last);
-            if (s->tree && any((last - places[t]) < FARTHEST))
-                for (int i = 0; i < LANES; i++) seen[i] &= -shown(s, w * LANES + i, places[t]);
             scores[t][w] = scored(call, scores[t][w]);
             if (by_distance) scores[t][w] = biased(call, s, scores[t][w], last - places[t], w * LANES, 1);
             scores[t][w] = choose(seen, scores[t][w], all(-INFINITY));
             most = larger(scores[t][w], most);
+        }
+        if (__builtin_expect(s->tree != NULL, 0)) {
+            most = before;
+            for (int t = 0; t < BLOCK; t++) {
+                if (any(last - places[t] < FARTHEST)) {
+                    vi seen;
+                    for (int i = 0; i < LANES; i++) seen[i] = -shown(s, w * LANES + i, places[t]);
+                    scores[t][w] = choose(seen, scores[t][w], all(-INFINITY));
+                }
+                most = larger(scores[t][w], most);
+            }
         }
         vf level = choose(most == all(-INFINITY), all(0.0f), most);
         for (int t = 0; t < BLOCK; t++) {
