@@ -132,10 +132,10 @@ def paged_attention(
             0 and behind the query itself do not count; a query with none reads itself. `[T, G, n]`
             has them of each KV head apart, without `sinks`. It is for dense pages of layers
             without a window, none of which a policy gives up.
-        tree: `[T]` int64, bits that say which new tokens of its row a query sees, for drafts that
-            branch (`tree_of`): bit d the token d places in front of it. It sees all that are 63
-            places in front and farther. It is for layers without a window and without a bias by
-            distance, of whose pages a policy gives up none and whose queries read all.
+        tree: `[T]` int64 from `tree_of`, bits that say which new tokens of its row a query sees:
+            bit d the token d places in front of it. It sees all that are 63 places in front and
+            farther. It is for layers without a window and without a bias by distance, of whose
+            pages a policy gives up none and whose queries read all.
         return_lse: also return the natural log-sum-exp of the scores, the sink's included.
 
     Returns:
@@ -143,7 +143,8 @@ def paged_attention(
 
     Raises:
         NotImplementedError: the Triton backend has no kernel for this many query heads a KV head,
-            there are `indices` or a `tree` in compiled code, or a `tree` where there is none.
+            there are `indices` or a `tree` in compiled code, or a `tree` where a query does not
+            see all of its text.
         ClosedStepError: the step was committed or aborted.
         ValueError, TypeError: a shape, device or dtype differs from the cache's, or a policy gives
             up tokens in front of which a bias by distance would count.

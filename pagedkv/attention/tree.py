@@ -1,4 +1,4 @@
-"""Drafts that branch: which new tokens of its row a query sees, and where in the text it stands."""
+"""Trees of drafts: which new tokens of its row a query sees, and where in the text it stands."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _WORD = 2**64 - 1
 
 
 def tree_of(step: StepMetadata, parents: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
-    """Returns what attention and positions of an open step need where its new tokens branch.
+    """Returns what attention is given, and positions, where the new tokens of a step are a tree.
 
     A token's slot follows from its place in the step, and its position from how many tokens it
     follows. `commit(step, accepted=...)` takes the places of those that are kept.

@@ -422,8 +422,8 @@ class PagedKVCache:
 
         Args:
             accepted: `[B]`, how many of its new tokens each sequence keeps; default all. Or B
-                lists of their places, which rise: of drafts that branch (`tree_of`) those of one
-                branch. What is kept moves to the slots that follow the text.
+                lists of their places, which rise: of a tree (`tree_of`) those of a path. What is
+                kept moves to the slots that follow the text.
             tokens: ids for a step that was prepared by count, in the forms of `prepare`; the first
                 `accepted` ids of each sequence are used.
             revocable: until their next commit, layers with a window keep every page that `truncate`

@@ -1,4 +1,4 @@
-"""Drafts that branch: each is attended as if it were its row's text, and one of them is kept.
+"""A tree of drafts: each path is attended as if it were its row's text, and one is kept.
 
 What these cases alone find: faults between a caller's parents and the kernels, which have tests of
 their own, and in what `commit` moves.
