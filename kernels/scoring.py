@@ -132,7 +132,8 @@ class Scoring(NamedTuple):
         hidden = token > query
         if sees is not None:
             back = query - token
-            hidden |= ((sees >> back.clamp(0, FARTHEST)) & 1 == 0) & (back < FARTHEST)
+            lacks = (sees >> back.clamp(0, FARTHEST)) & 1 == 0
+            hidden = hidden | (lacks & (back < FARTHEST))  # larger: rows alike have their own trees
         if self.window is not None:
             hidden |= token <= query - self.window
         return hidden

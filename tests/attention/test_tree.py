@@ -22,17 +22,18 @@ TERMS = {
     "plain": {},
     "all terms": {"scale": 0.3, "softcap": 2.0, "sinks": torch.tensor([0.5, -1.0, 2.0, 0.0])},
 }
-# A branch of three beside others, a chain, a token alone, branches of nothing but the text, a long
-# row beside which the short ones are decoded.
+# A path beside others, two rows alike but for their trees, a token alone, paths of nothing but the
+# text, a long row beside which the short ones are decoded.
 PARENTS = [
     [-1, 0, 0, 2, 1, 3, 0, 5],
     [-1, 0, 1, 2],
+    [-1, 0, 0, 1],
     [-1],
     [-1, -1, 0, 1],
     [-1, *(i // 2 for i in range(20))],
 ]
-PATHS = [[0, 2, 3, 5], [0, 1], [0], [1, 3], [0, 2, 6, 14]]
-BEFORE = [P - 1, 3 * P + 3, 2 * P, 5, 70]
+PATHS = [[0, 2, 3, 5], [0, 1], [0, 1, 3], [0], [1, 3], [0, 2, 6, 14]]
+BEFORE = [P - 1, 3 * P + 3, 3 * P + 3, 2 * P, 5, 70]
 
 PAST = [[1000 + row] * n for row, n in enumerate(BEFORE)]  # alike, they would share their pages
 
@@ -50,7 +51,7 @@ def begun(sizes, backend="torch", **fields):
     """A cache with rows that have a past, and their texts with what is new at the end."""
     config = cache_for(sizes, **fields).config
     cache = PagedKVCache(config, device="cpu", backend=backend, debug=True)
-    texts = [text(sizes, n + len(new), seed=n) for n, new in zip(BEFORE, PARENTS)]
+    texts = [text(sizes, n + len(new), i) for i, (n, new) in enumerate(zip(BEFORE, PARENTS))]
     seqs = [cache.add() for _ in texts]
     with cache.step(seqs, tokens=PAST) as step:
         write_kv(*packed(texts, [slice(0, n) for n in BEFORE], "kv"), step, 0)
