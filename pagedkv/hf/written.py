@@ -15,10 +15,10 @@ from torch import Tensor
 
 from pagedkv.errors import UnsupportedModelError
 
-from .attention import refuse_strange
 from .forward_cache import changed_after_cache, waiting
 from .handles import MaskHandle, as_mask
 from .staged import Staged
+from .strange import refuse_strange
 
 LEAST = -1e4  # what is added to hide a score is lower
 ROUNDED = 2.0**-7  # of a bias in bfloat16
