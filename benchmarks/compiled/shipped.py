@@ -75,8 +75,8 @@ class Heads(NamedTuple):
         return Pages(format, words, scales, staging)
 
 
-# A term that is True has a number for each head, but a tree one for each query; a bias by distance is
-# said by how far it reaches.
+# A term that is True has a number for each head, but a tree one for each query; a bias by distance
+# is said by how far it reaches.
 ALL_TERMS: dict[str, Any] = {"window": 1024, "softcap": 30.0, "sinks": True}
 SLOPES: dict[str, Any] = {"alibi_slopes": True}
 BIASED: dict[str, Any] = {"distance_bias": 1024}
