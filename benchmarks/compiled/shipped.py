@@ -147,6 +147,7 @@ PREFILL: dict[str, tuple[Heads, dict[str, Any]]] = {
     "D128 p16 biased": (Heads(), BIASED),
     "D128 p16 tree": (Heads(), TREE),
     "D256 p16": (Heads(8, 1, 256), {}),
+    "D256 64 heads": (Heads(64, 1, 256), ALL_TERMS),
     "D64 p16 fp32": (Heads(head_dim=64, dtype=FP32), {}),
     "D128 p16 fp32": (Heads(dtype=FP32), {}),
     "D64 p16 71 heads": (Heads(71, 1, 64), {}),

@@ -74,6 +74,8 @@ TUNING: dict[tuple[int | str | None, bool, int, int], Tuning] = {
     (None, False, 512, 4): Tuning(16, 16, 8, 2),
     (None, False, 1024, 4): Tuning(16, 16, 8, 2),
 }
+# For more query heads a KV head than such a tile has rows: with as many tokens it would not fit.
+TALL = {(False, 256, 2): Tuning(64, 32, 4, 2)}
 # Of padded head dims whose tiles spill where words of K or V are taken apart; 16-bit queries. Where
 # products must have fewer than 64 rows, the others take it as well.
 CODED: dict[int, Tuning] = {256: Tuning(32, 32, 4, 3)}
@@ -86,6 +88,8 @@ def tuning(target: Target, geometry: Geometry) -> Tuning:
     if target.arch:
         rest = target.roomy, geometry.padded, geometry.dtype.itemsize
         found = TUNING.get((target.arch, *rest)) or TUNING[(None, *rest)]
+        if geometry.heads(found.block_m) > found.block_m:
+            found = TALL.get(rest, found)
         if geometry.bits < 16 and geometry.dtype.itemsize == 2:
             few_rows = geometry.chained and not target.chains
             found = CODED.get(256 if few_rows else geometry.padded, found)
