@@ -147,10 +147,10 @@ class Scoring(NamedTuple):
             return ONLY_SCALED  # what most layers ask for; to make one takes longer
         terms = self.window is not None, self.softcap is not None
         sinks, slopes, bias = (None if term is None else term.dtype for term in self[3:6])
-        reach: tuple[Any, ...] = ()
+        reach = 0, False
         if self.distance_bias is not None:
             reach = self.distance_bias.shape[2], self.distance_bias.is_contiguous()
-        return ScoringKind(*terms, sinks, slopes, bias, *reach, tree=self.tree is not None)
+        return ScoringKind(*terms, sinks, slopes, bias, *reach, self.tree is not None)
 
     def arguments(self) -> tuple[int, Terms]:
         """The window and the other terms as kernels take them at run time.

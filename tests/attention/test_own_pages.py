@@ -54,7 +54,8 @@ def as_layout(step, layout):
 def terms_of(step):
     window = step.options["window"]
     known = {"window_left": -1 if window is None else window - 1, "causal": step.causal}
-    return known | {name: term for name, term in step.options.items() if name != "window"}
+    apart = "window", "tree"  # the latter is for drafts of a cache's rows
+    return known | {name: term for name, term in step.options.items() if name not in apart}
 
 
 def attend(step, backend, layout="HND", plan=None, **more):

@@ -91,7 +91,7 @@ class Truth(NamedTuple):
 def twin(step: Step) -> Truth:
     """`reference.paged_attention`, a row at a time instead of a query."""
     device, (_, heads, dim) = step.q.device, step.q.shape
-    scale, window, softcap, sinks, slopes, bias = (step.options[x] for x in Scoring._fields)
+    scale, window, softcap, sinks, slopes, bias, _ = (step.options[x] for x in Scoring._fields)
     shape = *step.q.shape[:2], Pages.of(step.v_pages).head_dim
     out, slack = (torch.zeros(shape, dtype=torch.float64, device=device) for _ in range(2))
     sink = torch.full((heads,), -math.inf, dtype=torch.float64, device=device)
@@ -125,8 +125,8 @@ def twin(step: Step) -> Truth:
         if window is not None:
             hidden |= token <= position - window
         if step.tree is not None:
-            back = position - token
-            hidden |= ((step.tree[tokens, None] >> back.clamp(0, 63)) & 1 == 0) & (back < 63)
+            bits = step.tree[tokens, None] >> distance.clamp(0, 63)
+            hidden |= (bits & 1 == 0) & (distance < 63)
         scores = scores.masked_fill(hidden[:, None, None], -math.inf)
         score = max(score, abs(scale) * float(q.norm(dim=-1).max() * k.norm(dim=-1).max()))
         value = max(value, float(v.abs().max()))
