@@ -252,6 +252,8 @@ class _Call:
 
     def _part_of(self, row: _Row | None, x: Tensor) -> Tensor:
         """The tokens of a row, `[1, n, ...]`, of `[B, q, ...]`."""
+        if x.ndim == (4 if x.is_floating_point() else 3):  # positions of three axes
+            return torch.stack([self._part_of(row, axis) for axis in x])
         if row is None:
             return x[:1, :1]
         x = x.expand(self.mask.shape[0], *x.shape[1:])  # positions that no caller gives are of one

@@ -143,6 +143,7 @@ FACTS: dict[str, Facts] = {
     "granitemoe_swa": Facts(sinks=True),
     "granitemoehybrid": Facts(states="mamba2", layers="none"),
     "hy_v4": replace(_CHOSEN, sinks=True),
+    "hy_v4_vl_text": replace(_CHOSEN, sinks=True),
     "jamba": Facts(states="mamba1", stepwise=True, layers="periods"),
     "kimi_linear": Facts(states="kimi delta", latent=True, layers="kimi"),
     "lara_mini": replace(_DELTA, layers=None),

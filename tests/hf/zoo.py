@@ -175,6 +175,7 @@ OWN: dict[str, dict[str, Any]] = {
     "deepseek_v32": {**_ALL_HEADS, **_CHOOSES, "num_experts_per_tok": 2},
     "glm_moe_dsa": {**_ALL_HEADS, **_CHOOSES, "num_experts_per_tok": 2},
     "hy_v4": _CHOOSES,
+    "hy_v4_vl": {"text_config": {**_CHOOSES, "rope_parameters": _MROPE}},
     "bamba": {"num_hidden_layers": 4, "attn_layer_indices": [1, 3]},
     "codegen": {"rotary_dim": 4},
     "cohere_compass_text": {"layer_types": [_F] * 2, "rope_parameters": {_F: _MROPE}},
