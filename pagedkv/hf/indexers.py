@@ -74,7 +74,7 @@ class IndexedLayer(PagedLayer):
         real = next((x for x in given if x.dtype == torch.bool and x.ndim == 2), None)
         (batch, new), kept, seen = hidden.shape[:2], getattr(cache, "kept", None), cache.seen
         if self.is_first and real is not None and not (kept is None and real.all()):
-            past = torch.ones(batch, seen) if kept is None else torch.from_numpy(kept)
+            past = torch.ones(batch, seen, device="cpu") if kept is None else torch.from_numpy(kept)
             real = torch.cat([past.to(real), real], 1)
         else:
             real = None

@@ -21,7 +21,8 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from pagedkv.hf.attention import HARMLESS, over_pages
+from pagedkv.hf.attention import over_pages
+from pagedkv.hf.strange import HARMLESS
 from pagedkv.models import facts_of
 from tests.hf.tiny import WITH_SINKS, attention_of, generate, named, padded, prompts, tiny
 

@@ -231,7 +231,7 @@ def test_hooks_go_with_the_last_cache():
 
 @torch.no_grad()
 def test_sinks_of_models_nobody_has_looked_at_are_refused(monkeypatch):
-    monkeypatch.setattr("pagedkv.hf.attention.of_sinks", lambda kind: "others are served")
+    monkeypatch.setattr("pagedkv.hf.strange.of_sinks", lambda kind: "others are served")
     model = tiny("gpt_oss")
     refused = pytest.raises(UnsupportedModelError, match=r"s_aux: .* not for gpt_oss")
     with PagedCache(model, max_tokens=64) as cache, refused:

@@ -134,6 +134,6 @@ def test_states_are_counted_by_formula(model_of):
 def test_a_model_without_states_is_refused_the_cache_of_one_with_them():
     mine, other, batch = made("kimi_linear"), made("deepseek_v3"), padded(prompts(9, 5))
     with PagedCache(mine, **SIZES) as cache, PagedCache(other, **SIZES):
-        with pytest.raises(ValueError, match=r"expected a cache of this model, .* in layer 0"):
+        with pytest.raises(ValueError, match=r"expected a cache of this model, got one of another"):
             generate(other, batch, cache)
         assert torch.equal(paged(mine, batch, cache), own(mine, batch))

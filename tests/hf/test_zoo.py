@@ -25,7 +25,7 @@ REFUSED = {
     "moshi": "layer 0 attends under a mask of all tokens, .* a window of 8|asked for no mask",
     "jetmoe": "after the cache", "diffllama": "after the cache", "doge": "after the cache",
     "git": "after the cache", "bert": "causal", "kosmos-2.5": "causal", "minimax": "states",
-    "glm5_next": "MLA", "xlstm": "num_attention_heads",
+    "xlstm": "num_attention_heads",
 }  # fmt: skip
 
 

@@ -151,6 +151,10 @@ OWN: dict[str, dict[str, Any]] = {
     },
     "mistral_large4": {"text_config": {**_ALL_HEADS, **_CHOOSES}},
     "nemotron": {"num_key_value_heads": 2},
+    "nemotron_h_omni": {
+        "video_temporal_patch_size": 2,
+        "vision_config": {"video_temporal_patch_size": 2},
+    },
     "paddleocr_vl": {"text_config": {"rope_parameters": _MROPE}},
     "qwen2_5_vl": {"text_config": {"rope_parameters": _MROPE}},
     "qwen2_vl": {"text_config": {"rope_parameters": _MROPE}},
