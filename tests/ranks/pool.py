@@ -96,15 +96,22 @@ class _Pool:
         env = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
         command = [sys.executable, str(HERE.with_name("worker.py")), self._listener.address]
         self._process = subprocess.Popen(command, env=env)
-        self._forker = self._listener.accept()
+        self._forker = self._accepted()
         self._ranks: dict[int, list[Connection]] = {}
         self._count = 0
+
+    def _accepted(self) -> Connection:
+        """A connection from a process that was begun: one that cannot import never calls."""
+        called = self._listener._listener._socket  # type: ignore[attr-defined]
+        while not wait([called], timeout=1):
+            assert self._process.poll() is None, "the process that ranks are forked off has ended"
+        return self._listener.accept()
 
     def ranks(self, n: int) -> list[Connection]:
         if n not in self._ranks:
             self._count += 1
             self._forker.send(("fork", n, str(Path(self._folder.name) / f"store{self._count}")))
-            came = [self._listener.accept() for _ in range(n)]
+            came = [self._accepted() for _ in range(n)]
             self._ranks[n] = [rank for _, rank in sorted((r.recv(), r) for r in came)]
         return self._ranks[n]
 
