@@ -172,6 +172,19 @@ def test_layers_that_do_not_see_all_of_a_text_refuse_a_tree(what):
     assert not step.wrote
 
 
+@pytest.mark.parametrize("name", ["alibi_slopes", "distance_bias"])
+def test_a_bias_by_distance_is_refused_beside_a_tree(name):
+    """It would go by places, of which siblings in between take some."""
+    t = text(Sizes(), 3, seed=0)
+    cache = cache_for(Sizes())
+    step = cache.prepare([cache.add()], tokens=[[1, 2, 3]])
+    term = torch.ones(4) if name == "alibi_slopes" else torch.ones(3, 4, 5)
+    tree, _ = tree_of(step, [[-1, 0, 0]])
+    with pytest.raises(ValueError, match="tree: expected None with a bias by distance"):
+        paged_attention(t.q[0], t.k[0], t.v[0], step, 0, tree=tree, **{name: term})
+    assert not step.wrote
+
+
 @pytest.mark.parametrize("fields", [{"kv_format": "int4"}, REFUSED["retention="]], ids=str)
 def test_what_places_tokens_otherwise_refuses_to_move_them_and_leaves_the_step_open(fields):
     cache = cache_for(Sizes(dim=64), **{"page_size": 16, **fields})
