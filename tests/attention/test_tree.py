@@ -9,19 +9,18 @@ import torch
 
 from pagedkv import LayerGroup, PagedKVCache, paged_attention, tree_of
 from pagedkv.attention.api import write_kv
-from tests.attention.texts import P, Sizes, assert_accurate, attention, cache_for, text
+from tests.attention.texts import (
+    SIZES,
+    TERMS,
+    P,
+    Sizes,
+    assert_accurate,
+    attention,
+    cache_for,
+    text,
+)
 from tests.effort import each_value
 
-SIZES = {
-    "groups": Sizes(),
-    "latents": Sizes(heads=4, groups=1, dim=64, v_dim=32, v_is_k=True),
-    "narrow values": Sizes(heads=4, groups=4, dim=64, v_dim=32),
-    "half": Sizes(dtype=torch.float16),
-}
-TERMS = {
-    "plain": {},
-    "all terms": {"scale": 0.3, "softcap": 2.0, "sinks": torch.tensor([0.5, -1.0, 2.0, 0.0])},
-}
 # A path beside others, two rows alike but for their trees, a token alone, paths of nothing but the
 # text, a long row beside which the short ones are decoded.
 PARENTS = [

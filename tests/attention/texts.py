@@ -80,6 +80,19 @@ class Sizes:
     v_is_k: bool = False
 
 
+# What attention to some of the tokens is tried with.
+SIZES = {
+    "groups": Sizes(),
+    "latents": Sizes(heads=4, groups=1, dim=64, v_dim=32, v_is_k=True),
+    "narrow values": Sizes(heads=4, groups=4, dim=64, v_dim=32),
+    "half": Sizes(dtype=torch.float16),
+}
+TERMS = {
+    "plain": {},
+    "all terms": {"scale": 0.3, "softcap": 2.0, "sinks": torch.tensor([0.5, -1.0, 2.0, 0.0])},
+}
+
+
 @dataclass
 class Text:
     """Queries, keys and values of one text, `[layers, n, heads, dim]`."""
