@@ -120,6 +120,7 @@ DECODE: dict[str, tuple[Heads, int, dict[str, Any]]] = {
     "latent 128 heads": (LATENT, 1, {}),
     "latent p64": (LATENT._replace(page=64), 1, {}),
     "latent mass": (LATENT, 1, MASS),
+    "latent p1 mass": (LATENT._replace(page=1), 1, MASS),
     "latent 8 queries": (LATENT, 8, {}),
     "latent fp32": (LATENT._replace(dtype=FP32), 1, {}),
     "latent 288 40 heads": (Heads(40, 1, 288, latent=256), 1, {}),
@@ -179,6 +180,7 @@ SPILLS: dict[int, dict[str, int]] = {
         "decode latent 128 heads": 88,
         "decode latent p64": 24,
         "decode latent mass": 48,
+        "decode latent p1 mass": 48,
         "decode latent 8 queries": 40,
         "shared prefix latent": 128,
         "prefill D128 p16 biased": 24,
@@ -188,6 +190,7 @@ SPILLS: dict[int, dict[str, int]] = {
     100: {"prefill D64 p16": 8, "score columns latent": 24},
     120: {
         "decode latent 20 heads": 16,
+        "decode latent p1 mass": 24,
         "shared prefix latent": 24,
         "prefill D128 p16 biased": 64,
     },
@@ -304,6 +307,7 @@ def shipped(arch: int) -> list[Shipped]:
         Shipped("copy bf16", _by("_copy_pages", _copy), **one, int64_args=("from_ptr", "to_ptr")),
         *(Shipped(f"score columns {name}", _by("_score_columns", _score, one), 0, "hmma",
                   int64_args=("bounds_ptr",)) for name, one in (("D128", plain), ("latent", few))),
+        Shipped("choose columns", _by("_choose_columns", _score, plain), **alone),
     ]  # fmt: skip
     later = partial(_tried, ("pdl",))  # launched while the kernel before them ends
     found += (
@@ -435,4 +439,5 @@ def _convolve() -> None:
 def _score(heads: Heads) -> None:
     q, bounds = heads.q(2), torch.zeros(2, heads.num_kv_heads, heads.head_dim, 2, dtype=FP16)
     table, lens = torch.zeros(2, 256, dtype=torch.int32), torch.full((2,), 4096, dtype=torch.int32)
-    select_pages.score_columns(q, bounds, table, lens, heads.page)
+    starts = torch.arange(3, dtype=torch.int32)
+    select_pages.chosen_table(q, bounds, table, lens, starts, heads.page, 64, True)

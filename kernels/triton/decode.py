@@ -142,6 +142,9 @@ def tuning(target: Target, geometry: Geometry, block_m: int) -> Tuning:
     fewest = ONE_QUERY if block_m == 16 else SEVERAL_QUERIES
     if geometry.wide:
         fewest = max(fewest, triton.next_power_of_2(SPLIT_TOKENS * geometry.ratio))
+        if geometry.page % 2 and found.block_n == 64:
+            # Else what a watched step notes down of single tokens does not fit beside the tiles.
+            found = found._replace(block_n=32, num_stages=3)
     found = found._replace(split=max(found.split, fewest))
     return found._replace(num_warps=8) if block_m > 64 else found
 

@@ -1,7 +1,9 @@
-"""Scores the pages of decoding rows by the range of their keys, in one pass over the ranges.
+"""Scores the pages of decoding rows by the range of their keys, and chooses the best of them.
 
-Twin of `torch/select_pages.score_columns`, which says what is computed. One program takes the query
-heads of a KV head and a tile of a row's pages. Bytes moved: 4 x D for every page and KV head.
+Twin of `torch/select_pages`, which says what is computed. To score, a program takes the query heads
+of a KV head and a tile of a row's pages, and moves 4 x D bytes a page. To choose, a program takes
+all scores of a row and a KV head. Nothing is sorted: the smallest score that is chosen is found bit
+by bit, each by counting the scores above, and ids are written in the order of their columns.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from pagedkv.kernels.torch.select_pages import LARGEST, NEWEST, choose_columns
+from pagedkv.kernels.torch.select_pages import LARGEST, NEWEST
 
 from .codes import step_and_least
 from .launch import Launcher, Target, check_aligned, in_units, target_of
@@ -23,6 +25,8 @@ from .tile import WIDEST
 BLOCK_N = 64  # pages a tile
 WIDE_PART = 64  # columns of a part of keys that are too wide for one tile
 NUM_WARPS = 4
+CHOICE = 4096  # columns that a choosing program holds at once
+CHOICE_WARPS = 8
 
 
 @triton.jit(do_not_specialize=["table_stride", "q_stride_t", "q_stride_h", "num_bounds", "columns"])
@@ -113,13 +117,87 @@ def score_columns(
     return scores
 
 
+@triton.jit
+def _ordered(scores):
+    """Bits of scores, in the order of the scores where they are read as unsigned integers."""
+    bits = scores.to(tl.int32, bitcast=True)
+    return (bits ^ ((bits >> 31) | -(2**31))).to(tl.uint32, bitcast=True)
+
+
+@triton.jit(do_not_specialize=["table_stride", "columns", "count", "width"])
+def _choose_columns(
+    scores_ptr,
+    table_ptr,
+    lens_ptr,
+    starts_ptr,
+    out_ptr,
+    table_stride,
+    columns,
+    count,
+    width,
+    NUM_KV_HEADS: tl.constexpr,
+    PAGE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    WHOLE: tl.constexpr,  # one block holds all columns, and stays in registers
+):
+    row, kv_head = tl.program_id(0), tl.program_id(1)
+    one = row.to(tl.int64) * NUM_KV_HEADS + kv_head
+    scores_ptr += one * columns
+    out_ptr += one * width
+    table_ptr += row.to(tl.int64) * table_stride
+    offs = tl.arange(0, BLOCK)
+    new = tl.load(starts_ptr + row + 1) - tl.load(starts_ptr + row)
+    chooses = (new == 1) & (tl.load(lens_ptr + row) > count * PAGE)
+    begin = 0
+    if chooses:
+        begin = count
+        if WHOLE:
+            held = _ordered(tl.load(scores_ptr + offs, mask=offs < columns, other=float("-inf")))
+        least = tl.full([], 0, tl.uint32)
+        above = 0  # scores beyond the least, once it is found
+        for bit in range(0, 32):
+            tried = least | (tl.full([], 2**31, tl.uint32) >> bit)
+            if WHOLE:
+                many = tl.sum((held >= tried).to(tl.int32))
+            else:
+                many = 0
+                for first in range(0, columns, BLOCK):
+                    at = scores_ptr + first + offs
+                    found = tl.load(at, mask=first + offs < columns, other=float("-inf"))
+                    many += tl.sum((_ordered(found) >= tried).to(tl.int32))
+            if many >= count:
+                least = tried
+            else:
+                above = many
+        # Of equal scores those of the first columns are chosen.
+        taken, equal = 0, 0
+        for first in range(0, columns, BLOCK):
+            column = first + offs
+            if not WHOLE:
+                at = scores_ptr + column
+                held = _ordered(tl.load(at, mask=column < columns, other=float("-inf")))
+            same = (held == least) & (column < columns)
+            rank = equal + tl.cumsum(same.to(tl.int32))
+            chosen = (held > least) | (same & (rank <= count - above))
+            to = taken + tl.cumsum(chosen.to(tl.int32)) - 1
+            ids = tl.load(table_ptr + column, mask=chosen, other=0)
+            tl.store(out_ptr + to, ids, mask=chosen)
+            taken += tl.sum(chosen.to(tl.int32))
+            equal += tl.sum(same.to(tl.int32))
+    for first in range(begin, width, BLOCK):
+        column = first + offs
+        ids = tl.load(table_ptr + column, mask=column < width, other=0)
+        tl.store(out_ptr + column, ids, mask=column < width)
+
+
 def lens_read(lens: Tensor, query_start_loc: Tensor, page_size: int, count: int) -> Tensor:
     """Slots that rows have in the tables of `chosen_table`: `[B]` int32.
 
     Rows of one new token and more than `count` pages read that many; the last is the newest.
     """
     chosen = (count - 1) * page_size + (lens - 1) % page_size + 1
-    return torch.where(_choosing(lens, query_start_loc, page_size, count), chosen, lens)
+    choosing = (lens > count * page_size) & (query_start_loc.diff() == 1)
+    return torch.where(choosing, chosen, lens)
 
 
 def chosen_table(
@@ -142,16 +220,27 @@ def chosen_table(
     """
     queries = q if decoding else q[(query_start_loc[1:] - 1).long()]
     scores = score_columns(queries, bounds, page_table, lens, page_size)
-    columns = choose_columns(scores, count)
-    groups = columns.shape[1]
-    every = page_table[:, None].expand(-1, groups, -1)
-    choosing = _choosing(lens, query_start_loc, page_size, count)[:, None, None]
-    first = torch.where(choosing, every.gather(2, columns), every[..., :count])
-    return first if decoding else torch.cat([first, every[..., count:]], 2)
+    n, groups, columns = scores.shape
+    width = count if decoding else columns
+    chosen = torch.empty(n, groups, width, dtype=torch.int32, device=q.device)
+    launcher = _choice(groups, page_size, columns, target_of(q.device))
+    launcher(
+        (n, groups, 1),
+        *(scores, page_table, lens, query_start_loc, chosen),
+        *(page_table.stride(0), columns, count, width),
+    )
+    return chosen
 
 
-def _choosing(lens: Tensor, query_start_loc: Tensor, page_size: int, count: int) -> Tensor:
-    return (lens > count * page_size) & (query_start_loc.diff() == 1)
+@functools.cache
+def _choice(kv_heads: int, page: int, columns: int, target: Target) -> Launcher:
+    static = {
+        "NUM_KV_HEADS": kv_heads,
+        "PAGE": page,
+        "BLOCK": min(CHOICE, triton.next_power_of_2(columns)),
+        "WHOLE": columns <= CHOICE,
+    }
+    return Launcher(_choose_columns, target, static, CHOICE_WARPS, 1)
 
 
 @functools.cache

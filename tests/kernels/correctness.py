@@ -31,7 +31,7 @@ from pagedkv.kernels.triton import select_pages as choose
 from pagedkv.kernels.triton.delta_rule import delta_rule_step
 from pagedkv.kernels.triton.short_convolution import convolution_step
 from tests.kernels import delta_rules, short_convolutions
-from tests.kernels.shapes import DTYPES, FULL, SMALL, Shape, shapes, wide
+from tests.kernels.shapes import DTYPES, FULL, SMALL, Shape, chosen_by_twins, shapes, wide
 from tests.kernels.steps import EACH, LAYOUTS, Rows, Step, coded
 from tests.kernels.truth import attend, check
 
@@ -258,12 +258,18 @@ def watch(shape: Shape, device: str, rows: Rows) -> None:
 
 
 def score(shape: Shape, device: str, rows: Rows) -> None:
-    """Scores of pages by their bounds, for rows of one new token, are those that torch computes."""
+    """Scores of pages by their bounds, for rows of one new token, are those that torch computes.
+
+    The pages of the highest are those that sorting finds.
+    """
     step = shape.step(rows, device)
     bounds = torch.rand(len(step.k_pages), shape.groups, shape.dim, 2, device=device).half()
     bounds[..., 1] -= 0.5  # minima, of both signs
     rest = step.table, step.kv_lens, shape.page
     found = choose.score_columns(step.q, bounds, *rest)
+    count = max(2, step.table.shape[1] // 3)
+    for decoding in (True, False):
+        same("chosen pages", chosen_by_twins((step.q, bounds, *rest), count, decoding))
     if device == "meta":
         return
     wanted = sparse.score_columns(step.q, bounds, *rest)

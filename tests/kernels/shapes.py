@@ -130,3 +130,31 @@ def page_choice(
     q = torch.randn(5, heads, dim, generator=source).to(dtype)
     q[3, 1, 0] = torch.nan
     return q, bounds, ids, lens, size
+
+
+def chosen_by_twins(
+    case: tuple[Tensor, Tensor, Tensor, Tensor, int], count: int, decoding: bool
+) -> tuple[Tensor, Tensor]:
+    """Tables of the pages that rows choose, by the kernel, and by sorting the kernel's scores.
+
+    Half of the scores are equal. Unless all rows decode, every third has two new tokens.
+    """
+    from pagedkv.kernels.triton import select_pages as choose
+
+    q, bounds, ids, lens, size = case
+    bounds = bounds.clone()
+    bounds[::2] = 0.25  # of these pages all have one score
+    new = torch.ones_like(lens)
+    if not decoding:
+        new[::3] = 2
+    starts = torch.cat([torch.zeros_like(new[:1]), new.cumsum(0, dtype=torch.int32)])
+    tokens = q if decoding else q.new_zeros(len(q) + len(new[::3]), *q.shape[1:])
+    if not decoding:
+        tokens[(starts[1:] - 1).long()] = q
+    got = choose.chosen_table(tokens, bounds, ids, lens, starts, size, count, decoding)
+    scores = choose.score_columns(q, bounds, ids, lens, size)
+    best = scores.sort(stable=True, dim=-1, descending=True).indices[..., :count].sort(-1).values
+    every = ids[:, None].expand(-1, scores.shape[1], -1)
+    chooses = ((new == 1) & (lens > count * size))[:, None, None]
+    first = torch.where(chooses, every.gather(2, best), every[..., :count])
+    return got, first if decoding else torch.cat([first, every[..., count:]], 2)

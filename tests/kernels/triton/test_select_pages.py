@@ -9,7 +9,7 @@ from pagedkv.kernels.torch import select_pages as sparse
 from pagedkv.kernels.triton import select_pages as choose
 from tests.attention.test_select_pages import outputs
 from tests.effort import slow
-from tests.kernels.shapes import page_choice
+from tests.kernels.shapes import chosen_by_twins, page_choice
 
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered in matmul:RuntimeWarning")
@@ -24,6 +24,18 @@ def test_scores_are_those_of_the_twin(dtype, heads, kv_heads, dim):
     # Ranges are up to 15 wide here; bfloat16 rounds each and the queries by 2**-9.
     slack = 1e-3 if dtype == torch.float32 else 15 * 2**-7 * dim**0.5
     assert torch.allclose(got[finite], expected[finite], atol=slack)
+
+
+# Finds what the scores' test and whole walks do not: equal scores, columns of several blocks, rows
+# that choose nothing beside rows that do.
+@pytest.mark.parametrize("block", [4096, 32])
+@pytest.mark.parametrize("decoding", [True, False])
+@pytest.mark.parametrize("count", [3, 20, 69])
+@pytest.mark.filterwarnings("ignore:invalid value encountered in matmul:RuntimeWarning")
+def test_tables_hold_the_pages_of_the_highest_scores(count, decoding, block, monkeypatch):
+    monkeypatch.setattr(choose, "CHOICE", block)
+    got, expected = chosen_by_twins(page_choice(4, 2, 32, torch.float32), count, decoding)
+    assert torch.equal(got, expected)
 
 
 # Behind a row's end the bounds of some page are read, NaN maybe, and their scores left out.
