@@ -12,6 +12,7 @@ H x (D + 1) x 4 written and read again. At 2 x H / G FLOP a byte this is bound b
 from __future__ import annotations
 
 import functools
+from types import ModuleType
 from typing import NamedTuple
 
 import torch
@@ -68,7 +69,8 @@ class Tuning(NamedTuple):
         """Cuts rows of few new tokens into tiles of `queries` queries, and splits."""
         splits = most_splits(geometry) if self.splits is None else self.splits
         shares = min(max(LEAST_SHARES, SHARED_WORK // geometry.num_kv_heads), MOST_SHARES)
-        rule = self.split, splits, self.block_n, self.longest, shares
+        # Splits begin with a whole tile of any kernel that may attend to them.
+        rule = self.split, splits, max(self.block_n, shared_prefix.WHOLE), self.longest, shares
         return Cut(1, MOST_QUERIES, queries, *rule)
 
 
@@ -371,7 +373,7 @@ def plan(
     cut = tune.cut(geometry, block_m // heads)
     visible = bounds.max_kv
     if window is not None:
-        visible = min(visible, window + bounds.max_new + tune.block_n)
+        visible = min(visible, window + bounds.max_new + cut.block)
     parts, max_new = cut.parts(visible), bounds.max_new
     work = cut_rows(
         *(kv_lens, query_start_loc, cut, cut.tiles(bounds) * parts),
@@ -388,6 +390,17 @@ def plan(
     sums = torch.empty(room, dtype=torch.float32, device=kv_lens.device)
     shares = geometry.num_kv_heads * -(-geometry.ratio // heads)
     return Plan(work, tune, heads, shares, block_m, max_new, parts, shared, geometry, partial, sums)
+
+
+def _on_gluon(
+    plan: Plan, rows: int, scoring: Scoring, target: Target, watched: observe.Plan | None
+) -> ModuleType | None:
+    """Returns `gluon/decode.py` where it attends instead, to tiles of at most so many rows."""
+    if watched is not None or not is_on("gluon_decode", target.arch):
+        return None
+    from .gluon import decode as faster  # versions of Triton before 3.6 have less of Gluon
+
+    return faster if faster.serves(plan.geometry, scoring, target, rows) else None
 
 
 def paged_attention(
@@ -422,7 +435,12 @@ def paged_attention(
         block_m = max(most_rows(target, geometry), triton.next_power_of_2(heads))
         tune = tuning(target, geometry, block_m)
         kinds.insert(0, (block_m, tune, False, shared.items, shared.total))
+    faster = _on_gluon(plan, max(kind[0] for kind in kinds), scoring, target, watched)
     for block_m, tune, causal, items, total in kinds:
+        if faster:
+            given = q, k_pages, v_pages, page_table, items, total, work.parts, geometry, scoring
+            faster.paged_attention(*given, (out, lse, plan.partial, plan.sums))
+            continue
         key = geometry, tune, heads, block_m, causal, scoring.kind, target, tables, chunk
         launcher = _decode_launcher(*key, is_on("pdl", target.arch))
         most = items.shape[0] * plan.shares

@@ -8,10 +8,14 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from pagedkv.kernels.scoring import Scoring
+from pagedkv.kernels.triton.launch import Geometry, Layout, Target
 from pagedkv.kernels.triton.work_list import FIELDS
 
 BLANK: gl.constexpr = gl.constexpr(16)  # tokens that are blanked at once
@@ -30,6 +34,9 @@ class Sizes(NamedTuple):
         stages: places of a ring.
         registers: of a thread that multiplies, and of one that copies.
         window, softcap: whether there is one.
+        tables: page tables of a row: one, or one for each KV head.
+        heads_first: whether programs side by side have the KV heads of an item, which lie side by
+            side in a page, or else the items of a KV head, which share its tiles in L2.
     """
 
     num_heads: int
@@ -44,19 +51,27 @@ class Sizes(NamedTuple):
     registers: tuple[int, int]
     window: bool
     softcap: bool
+    tables: int = 1
+    heads_first: bool = False
 
 
 @gluon.jit
-def item(items_ptr, total, index):
+def item(items_ptr, total, index, SIZES: gl.constexpr):
     """Reads an item of a program's work: row, first token, queries, position, range, KV head."""
-    item = items_ptr + index % total * FIELDS
+    if SIZES.heads_first:
+        at = index // SIZES.num_kv_heads
+        head = index % SIZES.num_kv_heads
+    else:
+        at = index % total
+        head = index // total
+    item = items_ptr + at * FIELDS
     row = gl.load(item)
     token = gl.load(item + 1)
     queries = gl.load(item + 2)
     first = gl.load(item + 3)
     begin = gl.load(item + 4)
     end = gl.load(item + 5)
-    return row, token, queries, first, begin, end, index // total
+    return row, token, queries, first, begin, end, head
 
 
 @gluon.jit
@@ -88,8 +103,10 @@ def copy_tiles(work, source, rings, SIZES: gl.constexpr):
     k_ring, v_ring, k_full, v_full, k_empty, v_empty = rings
     count = 0
     for index in range(gl.program_id(0), total * SIZES.num_kv_heads, gl.num_programs(0)):
-        row, _, _, _, begin, end, head = item(items_ptr, total, index)
+        row, _, _, _, begin, end, head = item(items_ptr, total, index, SIZES)
         table = table_ptr + row.to(gl.int64) * table_stride
+        if SIZES.tables > 1:
+            table = table_ptr + (row.to(gl.int64) * SIZES.tables + head) * table_stride
         low, high = tiles(begin, end, SIZES.block_n)
         for at in range(high - low):
             start = (high - 1 - at) * SIZES.block_n
@@ -118,7 +135,7 @@ def copy_tiles(work, source, rings, SIZES: gl.constexpr):
 def blank(tile, start, begin, end, LAYOUT: gl.constexpr, SIZES: gl.constexpr):
     """Zeroes tokens out of range: an unwritten slot may hold NaN, and 0 x NaN is NaN.
 
-    Both groups do it, and write the same.
+    Where there are two groups both do it, and write the same.
     """
     offs = gl.arange(0, BLANK, gl.SliceLayout(1, LAYOUT))
     if (start < begin) | (start + SIZES.block_n > end):
@@ -131,3 +148,41 @@ def blank(tile, start, begin, end, LAYOUT: gl.constexpr, SIZES: gl.constexpr):
                 part.store(gl.where(gl.expand_dims(inside, 1), elements, 0.0))
         fence_async_shared()
         barrier()
+
+
+# ------------------------------------------------------------------ on the host
+
+
+def served(geometry: Geometry, scoring: Scoring, target: Target) -> bool:
+    """Whether tiles can be copied out of these pages, and scores be made of them."""
+    return (
+        target.arch == 90
+        and geometry.head_dim == geometry.v_dim
+        and geometry.dtype.itemsize == 2
+        and geometry.k.format.dense
+        and geometry.v.format.dense
+        and not geometry.staging.stride_n
+        and geometry.page % 16 == 0  # the least of what is copied at once, see `Sizes.box`
+        and _is_grid(geometry.k)
+        and _is_grid(geometry.v)
+        and scoring.tree is None
+        and scoring.scale > 0
+        and not scoring.is_biased
+    )
+
+
+def _is_grid(pages: Layout) -> bool:
+    """Whether slots lie in a grid: rows of slots, and in each the columns of some heads."""
+    return pages.stride_n % pages.stride_p == 0 and (
+        pages.stride_g % pages.stride_p == 0 or pages.stride_g < pages.stride_p
+    )
+
+
+def grid(pages: Tensor, box: int) -> TensorDescriptor:
+    """Slots as rows, for the accelerator to copy boxes of."""
+    stride, dim = pages.stride(2), pages.shape[3]
+    last = sum(step * (count - 1) for step, count in zip(pages.stride(), pages.shape))
+    shape = [last // stride + 1, stride]
+    dtype = getattr(gl, str(pages.dtype).removeprefix("torch."))
+    layout = gl.NVMMASharedLayout.get_default_for([box, dim], dtype)
+    return TensorDescriptor(pages, shape, [stride, 1], [box, dim], layout)

@@ -18,15 +18,14 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from pagedkv.kernels.formats import Pages
 from pagedkv.kernels.scoring import Scoring, ScoringKind
-from pagedkv.kernels.triton.launch import Geometry, Launcher, Layout, Target, in_units, target_of
+from pagedkv.kernels.triton.launch import Geometry, Launcher, Target, in_units, target_of
 from pagedkv.kernels.triton.work_list import Work
 
 from .attend import GROUP_M, LARGEST, attend, before_tokens, made
-from .pages import Sizes, barrier, copy_tiles, item
+from .pages import Sizes, barrier, copy_tiles, grid, item, served
 
 LN2: gl.constexpr = gl.constexpr(0.6931471805599453)
 GROUPS: gl.constexpr = gl.constexpr(2)
@@ -85,7 +84,7 @@ def _multiply(
     scale = scores_by[1]
     count = 0
     for index in range(gl.program_id(0), total_items * SIZES.num_kv_heads, gl.num_programs(0)):
-        found = item(items_ptr, total_items, index)
+        found = item(items_ptr, total_items, index, SIZES)
         _, token, new, first, _, _, kv_head = found
         real = gl.expand_dims(offs // RATIO < new, 1)
         at = (token + offs // RATIO).to(gl.int64)
@@ -169,28 +168,7 @@ def _prefill_hopper(
 
 def serves(geometry: Geometry, scoring: Scoring, target: Target) -> bool:
     """Whether there is a kernel for these heads, pages and terms; `prefill.py` has the others."""
-    return (
-        target.arch == 90
-        and geometry.head_dim == geometry.v_dim
-        and geometry.head_dim in TUNING
-        and geometry.dtype.itemsize == 2
-        and geometry.k.format.dense
-        and geometry.v.format.dense
-        and not geometry.staging.stride_n
-        and geometry.page % 16 == 0  # the least of what is copied at once, see `Sizes.box`
-        and _is_grid(geometry.k)
-        and _is_grid(geometry.v)
-        and scoring.tree is None
-        and scoring.scale > 0
-        and not scoring.is_biased
-    )
-
-
-def _is_grid(pages: Layout) -> bool:
-    """Whether slots lie in a grid: rows of slots, and in each the columns of some heads."""
-    return pages.stride_n % pages.stride_p == 0 and (
-        pages.stride_g % pages.stride_p == 0 or pages.stride_g < pages.stride_p
-    )
+    return geometry.head_dim in TUNING and served(geometry, scoring, target)
 
 
 def paged_attention(
@@ -215,20 +193,10 @@ def paged_attention(
     window, terms = scoring.arguments()
     launcher(
         (target.processors, 1, 1),
-        *(q, _grid(k_pages.data, sizes.box), _grid(v_pages.data, sizes.box), page_table),
+        *(q, grid(k_pages.data, sizes.box), grid(v_pages.data, sizes.box), page_table),
         *(work.items, work.total, out, lse),
         *(page_table.stride(0), *in_units("q", q), window, terms),
     )
-
-
-def _grid(pages: Tensor, box: int) -> TensorDescriptor:
-    """Slots as rows, for the accelerator to copy boxes of."""
-    stride, dim = pages.stride(2), pages.shape[3]
-    last = sum(step * (count - 1) for step, count in zip(pages.stride(), pages.shape))
-    shape = [last // stride + 1, stride]
-    dtype = getattr(gl, str(pages.dtype).removeprefix("torch."))
-    layout = gl.NVMMASharedLayout.get_default_for([box, dim], dtype)
-    return TensorDescriptor(pages, shape, [stride, 1], [box, dim], layout)
 
 
 @functools.cache
