@@ -207,6 +207,15 @@ GLUON: dict[str, tuple[Heads, dict[str, Any], int]] = {  # and bytes that may sp
     "D256 p16": (Heads(8, 1, 256), {}, 16),
     "D256 p64 all terms": (Heads(8, 4, 256, page=64), ALL_TERMS, 40),
 }
+GLUON_DECODE: dict[str, tuple[Heads, int, dict[str, Any], int]] = {  # the same
+    "D64 p16": (Heads(head_dim=64), 1, {}, 0),
+    "D128 p16": (Heads(), 1, {}, 0),
+    "D128 p64": (LARGE_PAGES, 1, {}, 0),
+    "D128 p16 8 queries": (Heads(), 8, {}, 0),
+    "D128 p16 all terms": (Heads(), 1, ALL_TERMS, 0),
+    "D256 p16": (Heads(8, 1, 256), 1, {}, 0),
+    "D256 p16 all terms": (Heads(8, 1, 256), 1, ALL_TERMS, 64),
+}
 
 # What the first hour on a card needs, one of each kind: compiled by every version that is served.
 CORE = {
@@ -220,6 +229,7 @@ CORE = {
     "prefill D128 p16 all terms",
     "prefill D128 int4",
     "Gluon prefill D128 p16",
+    "Gluon decode D128 p16",
     "decode D128 p16 dependent",
     "write D128 bf16 dependent",
     "merge D128 dependent",
@@ -277,6 +287,19 @@ def shipped(arch: int) -> list[Shipped]:
             hidden=32 if heads.head_dim == 256 else 64,  # all of a tile's but for those of the sums
         )
         for name, (heads, terms, stack) in GLUON.items()
+        if arch == 90
+    ]
+    found += [
+        Shipped(
+            f"Gluon decode {name}",
+            _by("_decode_hopper", _tried, ("gluon_decode",), _attend, heads, new, terms),
+            buffers=0,
+            mma="hgmma",
+            stack=stack,
+            int64_args=(),
+            hidden=16 if heads.head_dim == 256 else 32,
+        )
+        for name, (heads, new, terms, stack) in GLUON_DECODE.items()
         if arch == 90
     ]
     plain, coded = Heads(), Heads(**INT4)

@@ -9,9 +9,10 @@ from typing import Any
 
 from torch import Tensor
 
-from benchmarks.cells import Call, Case, Ready
+from benchmarks.cells import Call, Case, Cell, Ready
 from pagedkv.kernels.triton import backend as paged
 from pagedkv.kernels.triton import proved, shared_prefix
+from pagedkv.kernels.triton.decode import MOST_QUERIES
 from pagedkv.kernels.triton.launch import target_of
 
 from . import capacity, delta_rule
@@ -20,7 +21,12 @@ from . import capacity, delta_rule
 APART = "ours-apart"  # a shared prefix is read by every row, as if nobody knew of it
 VARIANTS = ("ours", APART, "ours+plan")
 # Names of `proved.py`.
-TRIED = {"ours-gluon": "gluon_prefill", "ours-gluon-rest": "gluon_rest", "ours-pdl": "pdl"}
+TRIED = {
+    "ours-gluon": "gluon_prefill",
+    "ours-gluon-rest": "gluon_rest",
+    "ours-gluon-decode": "gluon_decode",
+    "ours-pdl": "pdl",
+}
 
 
 @contextmanager
@@ -110,11 +116,16 @@ def variants(case: Case) -> list[str]:
         return ["ours"]
     found = [name for name in VARIANTS if case.cell.shared or name != APART]
     arch = target_of(case.q.device).arch
-    prefill = "ours-gluon-rest" if case.cell.heads.d == 256 else "ours-gluon"
-    tried = "ours-pdl" if case.cell.decode else prefill
-    if arch == 90 and not proved.is_on(TRIED[tried], arch):
-        found.append(tried)
-    return found
+    off = [name for name in _tried(case.cell) if not proved.is_on(TRIED[name], arch)]
+    return found + off if arch == 90 else found
+
+
+def _tried(cell: Cell) -> list[str]:
+    """Returns which of `TRIED` have to do with a cell."""
+    if max(cell.new) > MOST_QUERIES:
+        return ["ours-gluon-rest" if cell.heads.d == 256 else "ours-gluon"]
+    found = [] if cell.latent else ["ours-gluon-decode"]
+    return [*found, "ours-pdl"] if cell.decode else found
 
 
 def prepare(case: Case, variant: str) -> Call | Ready:

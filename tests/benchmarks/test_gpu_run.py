@@ -18,6 +18,7 @@ pytest.importorskip("triton")
 
 from benchmarks.cells import Cell
 from benchmarks.gpu import correctness, grid, measure, proving, run
+from benchmarks.gpu.ours import TRIED
 from pagedkv.kernels.triton import proved
 from tests.kernels.correctness import Case
 
@@ -68,6 +69,7 @@ class Card:
             correctness.OURS: {"grow": passes, "decode": passes},
             "gluon_prefill": {"hopper": passes},
             "gluon_rest": {"hopper": passes},
+            "gluon_decode": {"hopper": passes},
             "pdl": {"write": passes},
         }
         self.folder = folder
@@ -105,7 +107,7 @@ class Card:
         self.seen.append(cell.id)
         if len([each for each in self.seen if "/" in each]) == 16:
             run.compiled(self.folder, "checks").write_text(json.dumps(self.wrong["checks"]))
-        times = {"ours": 10.0, "ours-gluon": 9.0, "ours-gluon-rest": 9.0, "ours-pdl": 9.0}
+        times = {"ours": 10.0} | dict.fromkeys(TRIED, 9.0)
         return record(**{way: spent for way, spent in times.items() if way not in without})
 
     def cases_of(self, name: str, device: str) -> Iterator[Case]:
@@ -134,6 +136,7 @@ def test_what_a_minute_buys_most_with_comes_first(card: Card, capsys) -> None:
         "ours: decode",
         "gluon_prefill: hopper",
         "gluon_rest: hopper",
+        "gluon_decode: hopper",
         "pdl: write",
     ]
     few = 16 - len(first)
@@ -158,10 +161,11 @@ def test_a_failure_stops_nothing_else(card: Card, capsys) -> None:
         "ours": {"grow, one": "AssertionError: planted", "decode, one": "passed"},
         "gluon_prefill": {"hopper, one": "passed"},
         "gluon_rest": {"hopper, one": "passed"},
+        "gluon_decode": {"hopper, one": "passed"},
         "pdl": {"write, one": "AssertionError: planted"},
     }
     assert data["runs"][0]["correctness"] == "failed: 1 of 2 cases"
-    passed = dict.fromkeys(("gluon_prefill", "gluon_rest"), "passed")
+    passed = dict.fromkeys(("gluon_prefill", "gluon_rest", "gluon_decode"), "passed")
     assert data["tried"] == passed | {"pdl": "failed: 1 of 1 cases"}
     assert list(data["cells"]) == [each for each in card.seen if "/" in each]
     assert len(data["cells"]) == len(EVERY)
@@ -332,12 +336,13 @@ def test_counts_in_the_documentation(monkeypatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     numbers = [len(list(correctness.cases_of(correctness.OURS, "cuda")))]
     numbers += [len(list(correctness.cases_of(name, "cuda"))) for name in proved.NAMES]
-    every, gluon, rest, pdl = numbers
+    every, gluon, rest, few, pdl = numbers
     text = (ROOT / "docs" / "benchmarks.md").read_text()
     for told in (
         f"{every} cases are held to a float64 twin",
-        f"then {gluon + rest + pdl} more",
-        f"{gluon} for\n`gluon_prefill`, {rest} for `gluon_rest` and {pdl} for `pdl`",
+        f"then {gluon + rest + few + pdl} more",
+        f"{gluon} for\n`gluon_prefill`, {rest} for `gluon_rest`, "
+        f"{few} for `gluon_decode` and {pdl} for `pdl`",
         f"{len(EVERY)} in all",
         f"{len(FIRST)} kinds of cells",
         f"{len(EVERY) - len(FIRST)} other cells",

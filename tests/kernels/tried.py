@@ -5,17 +5,25 @@ Nothing here needs pytest.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import torch
 
 from pagedkv.kernels.triton import launch
-from tests.kernels.correctness import Case, agree, cases, replay
+from tests.kernels.correctness import (
+    Case,
+    agree,
+    agree_across,
+    alone,
+    cases,
+    prefix,
+    replay,
+)
 from tests.kernels.shapes import FULL, Shape
 from tests.kernels.steps import LAYOUTS, Rows
 
-# Heads, pages and terms of the Gluon prefill; those of every other kind are in `shapes`.
+# Heads, pages and terms of Gluon's kernels; those of every other kind are in `shapes`.
 HOPPER = {
     "gluon_prefill": [
         Shape(4, 2, 128, 16, torch.bfloat16),
@@ -35,26 +43,70 @@ HOPPER = {
         Shape(4, 2, 256, 64, torch.bfloat16, {"window": 700}, LAYOUTS[2]),
         Shape(2, 2, 256, 48, torch.float16, {"softcap": 30.0, "sinks": True}),
     ],
+    "gluon_decode": [
+        Shape(4, 2, 128, 16, torch.bfloat16),
+        Shape(4, 8, 128, 16, torch.bfloat16, layout=LAYOUTS[1]),
+        Shape(8, 1, 64, 16, torch.bfloat16, layout=LAYOUTS[2]),
+        Shape(7, 2, 128, 48, torch.bfloat16),
+        Shape(1, 4, 64, 64, torch.float16),
+        Shape(16, 1, 128, 128, torch.float16, {"window": 100}),
+        Shape(4, 2, 64, 32, torch.bfloat16, {"window": 1}),
+        Shape(8, 1, 64, 16, torch.bfloat16, {"window": 128, "sinks": True}),
+        Shape(3, 2, 128, 64, torch.bfloat16, {"window": 700, "softcap": 5.0, "sinks": True}),
+        Shape(16, 1, 256, 16, torch.bfloat16),
+        Shape(4, 2, 256, 48, torch.float16, {"softcap": 30.0, "sinks": True}),
+    ],
 }
 LONG: Rows = [(2048, 2048), (700, 9000), (17, 5000), (1000, 1001)]
+# Splits that grow, many splits, several queries of long rows, and more items than programs.
+LONG_DECODE: dict[str, Rows] = {
+    "long": [(1, 20000), (1, 1), (1, 4097), (1, 70000), *[(1, 2000 + 37 * n) for n in range(40)]],
+    "long verify": [(8, 5000), (1, 9000), (16, 3000), (2, 2)],
+}
+MIX: Rows = [(2, 70), (1, 0), (7, 1500), (0, 12), (16, 16), (40, 700), (3, 3), (1, 6000)]
 
 
-def on_hopper(shape: Shape, device: str, rows: Rows) -> None:
-    """As `agree`, and the kernel that is tried is the one that attends."""
+def on_hopper(
+    kernel: str, law: Callable[[Shape, str, Rows], None], shape: Shape, device: str, rows: Rows
+) -> None:
+    """A law that holds, and the kernel that is tried is the one that attends."""
     with launch.noted() as launches:
-        agree(shape, device, rows)
+        law(shape, device, rows)
     names = {launcher.kernel.fn.__name__ for launcher, _, _ in launches}
-    assert "_prefill_hopper" in names, f"another kernel attended: {sorted(names)}"
+    assert kernel in names, f"another kernel attended: {sorted(names)}"
+
+
+def prefix_of(shape: Shape, device: str, rows: Rows) -> None:
+    prefix(shape, device)
+
+
+def decode_cases(device: str) -> Iterator[Case]:
+    """Cases of the Gluon decode."""
+    for shape in HOPPER["gluon_decode"]:
+        laws: list[tuple[str, Callable[[Shape, str, Rows], None], Rows]] = [
+            *((name, agree, FULL[name]) for name in ("decode", "verify", "empty")),
+            *((name, agree, rows) for name, rows in LONG_DECODE.items()),
+            ("alone", alone, MIX),
+        ]
+        if not shape.by_distance:
+            laws += [("across", agree_across, FULL["verify"]), ("prefix", prefix_of, ())]
+        for name, law, rows in laws:
+            run = partial(on_hopper, "_decode_hopper", law, shape, device, rows)
+            yield Case("hopper", f"{shape}, {name}", run)
+        yield Case("replay", str(shape), partial(replay, shape, device))
 
 
 def tried_cases(name: str, device: str) -> Iterator[Case]:
     """Cases for what is off until a card has shown it right, see `proved.py`."""
-    if name in HOPPER:
+    on_prefill = partial(on_hopper, "_prefill_hopper", agree)
+    if name == "gluon_decode":
+        yield from decode_cases(device)
+    elif name in HOPPER:
         for shape in HOPPER[name]:
             for rows in ("prefill", "mixed", "empty"):
-                case = partial(on_hopper, shape, device, FULL[rows])
+                case = partial(on_prefill, shape, device, FULL[rows])
                 yield Case("hopper", f"{shape}, {rows}", case)
-            yield Case("hopper", f"{shape}, long", partial(on_hopper, shape, device, LONG))
+            yield Case("hopper", f"{shape}, long", partial(on_prefill, shape, device, LONG))
             yield Case("replay", str(shape), partial(replay, shape, device))
     else:
         wanted = {"decode", "verify", "mixed", "alone", "write", "replay", "prefix"}

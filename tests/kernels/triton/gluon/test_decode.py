@@ -131,7 +131,7 @@ def test_kv_heads_may_read_tables_of_their_own(hopper):
         max_kv=step.max_kv,
     )
     tensors = step.q, step.k_pages, step.v_pages, step.table, step.kv_lens, step.starts
-    with mock.patch.object(decode, "_on_gluon", lambda *_: hopper):
+    with mock.patch.object(decode, "_on_gluon", return_value=hopper):
         scoring = Scoring(**step.options)
         check(step, paged.attend(*tensors, plan, scoring, both))
         both[1, 1] = both[0, 1]  # the second head of a row of 70 tokens reads another's
