@@ -7,7 +7,7 @@ from contextlib import nullcontext
 from typing import Any
 from unittest import mock
 
-from pagedkv.kernels.triton import launch, prefill
+from pagedkv.kernels.triton import launch, proved
 
 
 def compiled_by(kernel: str, call: Callable[[], object]) -> Any:
@@ -19,11 +19,8 @@ def compiled_by(kernel: str, call: Callable[[], object]) -> Any:
         launch_it(self, *args)
         launched.append(self)
 
-    # Else Hopper's own prefill is launched.
-    plain = mock.patch.object(prefill, "is_on", return_value=False)
-    with (
-        mock.patch.object(launch.Launcher, "_launch", note),
-        plain if kernel == "_prefill" else nullcontext(),
-    ):
+    # Else Hopper's own kernels are launched.
+    plain = proved.trying() if kernel in ("_prefill", "_decode") else nullcontext()
+    with mock.patch.object(launch.Launcher, "_launch", note), plain:
         call()
     return next(one.compiled for one in launched if one.kernel.fn.__name__ == kernel)

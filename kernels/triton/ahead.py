@@ -33,6 +33,7 @@ from .launch import Launch, Launcher
 
 SLOW = (
     "_prefill_hopper",
+    "_decode_hopper",
     "_prefill",
     "_decode",
 )  # compiled first, so that no core is left with one at the end

@@ -50,10 +50,11 @@ class Tuning(NamedTuple):
     copying: int
 
 
-# By head dim: 192 KiB on their way to a multiprocessor.
+# By head dim: 192 KiB of rings on a multiprocessor. Of two programs one multiplies while the other
+# waits for a product or begins an item; heads of 256 leave room for one.
 TUNING = {
-    64: Tuning(64, 12, 1, 144, 56),
-    128: Tuning(64, 6, 1, 144, 56),
+    64: Tuning(64, 6, 2, 128, 40),
+    128: Tuning(64, 3, 2, 128, 40),
     256: Tuning(32, 6, 1, 168, 96),
 }
 NUM_WARPS = 4  # that multiply
