@@ -213,7 +213,7 @@ GLUON_DECODE: dict[str, tuple[Heads, int, dict[str, Any], int]] = {  # the same
     "D128 p64": (LARGE_PAGES, 1, {}, 0),
     "D128 p16 8 queries": (Heads(), 8, {}, 0),
     "D128 p16 all terms": (Heads(), 1, ALL_TERMS, 0),
-    "D256 p16": (Heads(8, 1, 256), 1, {}, 0),
+    "D256 p16": (Heads(8, 1, 256), 1, {}, 16),
     "D256 p16 all terms": (Heads(8, 1, 256), 1, ALL_TERMS, 64),
 }
 

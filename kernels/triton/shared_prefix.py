@@ -93,7 +93,7 @@ def cut(
                 (row, starts[row], count, EVERYTHING, i * size, min(tokens, (i + 1) * size), i, row)
                 for i in range(parts)
             ]
-    total = np.array([len(items)], np.int32)
+    total = np.array([len(items), 0, 0], np.int32)
     return Work(np.array(items, np.int32).reshape(-1, FIELDS.value), total, skips)
 
 
@@ -106,7 +106,7 @@ def plan(work: Work, device: torch.device) -> Plan:
 def room(rows: int, parts: int, device: torch.device) -> Plan:
     """Makes an empty plan for any step of at most `rows` rows and `parts` parts of a prefix."""
     items = torch.zeros(rows * parts, FIELDS.value, dtype=torch.int32, device=device)
-    total = torch.zeros(1, dtype=torch.int32, device=device)
+    total = torch.zeros(3, dtype=torch.int32, device=device)
     return Plan(items, total, torch.zeros(rows, 2, dtype=torch.int32, device=device), parts)
 
 

@@ -96,7 +96,8 @@ class Work(NamedTuple):
 
     Attributes:
         items: `[most items, 8]` int32.
-        total: `[1]` int32, items there are.
+        total: `[3]` int32, items there are, and two counters by which programs take turns; those
+            are 0 whenever no kernel runs.
         parts: `[B]` int32, splits of each row; 0 for rows that take no part.
     """
 
@@ -223,6 +224,8 @@ def _cut_rows(
     tl.store(parts_ptr + row, tl.where(items > 0, splits + shared, 0))
     if row == num_rows - 1:
         tl.store(total_ptr, before + items)
+        tl.store(total_ptr + 1, 0)
+        tl.store(total_ptr + 2, 0)
 
 
 def cut_rows(
@@ -249,7 +252,7 @@ def cut_rows(
     rows, device = kv_lens.numel(), kv_lens.device
     items = torch.empty(most_items, FIELDS.value, dtype=torch.int32, device=device)
     parts = torch.empty(rows, dtype=torch.int32, device=device)
-    total = torch.empty(1, dtype=torch.int32, device=device)
+    total = torch.empty(3, dtype=torch.int32, device=device)
     work = Work(items, total, parts)
     launcher = _launcher(cut[3:], skips is not None, causal, target_of(device))
     launcher(

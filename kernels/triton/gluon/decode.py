@@ -27,10 +27,11 @@ from pagedkv.kernels.triton.launch import Geometry, Launcher, Target, in_units, 
 from pagedkv.kernels.triton.work_list import FIELDS
 
 from .attend import GROUP_M, LARGEST, attend, before_tokens, made
-from .pages import Sizes, barrier, copy_tiles, grid, item, served
+from .pages import Sizes, barrier, copy_item, grid, item, served
 
 LN2: gl.constexpr = gl.constexpr(0.6931471805599453)
 INFINITE: gl.constexpr = gl.constexpr(3e38)  # as in `triton/attend.py`, which merges read
+TOLD: gl.constexpr = gl.constexpr(4)  # items that one warp may be ahead of the others
 ROWS = 64  # of a tile
 
 
@@ -41,6 +42,7 @@ class Tuning(NamedTuple):
         block_n: divides where splits begin, see `decode.Tuning.cut`.
         registers: of a thread as the program starts; half of its threads copy, or do nothing.
         copying: registers of a thread of those; the others get the rest.
+        takes_turns: whether programs take items as they come, or every n-th.
     """
 
     block_n: int
@@ -48,6 +50,7 @@ class Tuning(NamedTuple):
     programs: int
     registers: int
     copying: int
+    takes_turns: bool = True
 
 
 # By head dim: 192 KiB of rings on a multiprocessor. Of two programs one multiplies while the other
@@ -61,23 +64,66 @@ NUM_WARPS = 4  # that multiply
 
 
 @gluon.jit
-def _whose(items_ptr, last, index, SIZES: gl.constexpr):
-    """First query of an item, and how many there are; behind the last item, that one's."""
-    at = items_ptr + gl.minimum(index, last) // SIZES.num_kv_heads * FIELDS
-    return gl.load(at + 1), gl.load(at + 2)
+def _copy(work, source, rings, told, SIZES: gl.constexpr):
+    """The warp that copies: takes items as they come, tells the others which, and copies its tiles.
+
+    The first one of a program is its own. The others go to whoever asks first, because not all
+    multiprocessors read as fast. The last program to end leaves the counters as it found them.
+    """
+    items_ptr, total, total_ptr, _ = work
+    index_ring, full, empty = told
+    WORD: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    end = total * SIZES.num_kv_heads
+    index = gl.program_id(0)
+    number = 0
+    count = 0
+    while index < end:
+        found = item(items_ptr, total, index, SIZES)
+        following = index + gl.num_programs(0)
+        if SIZES.takes_turns:
+            following = gl.num_programs(0) + gl.atomic_add(total_ptr + 1, 1, sem="relaxed")
+        place = number % TOLD
+        mbarrier.wait(empty.index(place), number // TOLD % 2 ^ 1)
+        index_ring.index(place).store(gl.full([1], following, gl.int32, WORD))
+        barrier()
+        mbarrier.arrive(full.index(place), count=1)
+        count = copy_item(found, source, rings, count, SIZES)
+        index = following
+        number += 1
+    if SIZES.takes_turns:  # noqa: SIM102 (only the inner one is asked at run time)
+        if gl.atomic_add(total_ptr + 2, 1) == gl.num_programs(0) - 1:
+            gl.store(total_ptr + 1, 0)
+            gl.store(total_ptr + 2, 0)
 
 
 @gluon.jit
-def _load_queries(queries, token, new, index, end, LAYOUT: gl.constexpr, SIZES: gl.constexpr):
+def _told(told, number):
+    """Which item the program has behind its `number`-th; one past all items if none."""
+    index_ring, full, empty = told
+    WORD: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    place = number % TOLD
+    mbarrier.wait(full.index(place), number // TOLD % 2)
+    index = gl.max(index_ring.index(place).load(WORD), 0)
+    barrier()
+    mbarrier.arrive(empty.index(place), count=1)
+    return index
+
+
+@gluon.jit
+def _load_queries(queries, items_ptr, index, end, LAYOUT: gl.constexpr, SIZES: gl.constexpr):
     """The rows of an item; zeros for those that have no query, and for items that are not there."""
     q_ptr, q_stride_t, q_stride_h = queries
+    is_there = index < end
+    at = items_ptr + index // SIZES.num_kv_heads * FIELDS
+    token = gl.load(at + 1, mask=is_there, other=0)
+    new = gl.load(at + 2, mask=is_there, other=0)
     RATIO: gl.constexpr = SIZES.num_heads // SIZES.num_kv_heads
     rows = gl.arange(0, GROUP_M, gl.SliceLayout(1, LAYOUT))
     dims = gl.expand_dims(gl.arange(0, SIZES.head_dim, gl.SliceLayout(0, LAYOUT)), 0)
     at = (token + rows // RATIO).to(gl.int64)
     head = index % SIZES.num_kv_heads * RATIO + rows % RATIO
     where = at * (q_stride_t * 16) + head * (q_stride_h * 16)
-    real = gl.expand_dims((rows // RATIO < new) & (index < end), 1)
+    real = gl.expand_dims(rows // RATIO < new, 1)
     return gl.load(q_ptr + gl.expand_dims(where, 1) + dims, mask=real, other=0.0)
 
 
@@ -88,12 +134,13 @@ def _multiply(
     results,
     mine,  # shared memory
     rings,
+    told,  # by the warp that copies
     window,
     terms,
     SIZES: gl.constexpr,
 ):
     """The group of warps that attends: one item after another."""
-    items_ptr, total_items, parts_ptr = work
+    items_ptr, total_items, _, parts_ptr = work
     out_ptr, lse_ptr, partial_ptr, sums_ptr, most_parts = results
     q_tile, anchor = mine
     DIM: gl.constexpr = SIZES.head_dim
@@ -106,35 +153,32 @@ def _multiply(
     rows = gl.arange(0, GROUP_M, gl.SliceLayout(1, S_LAYOUT))
     scores_by = made(terms, SIZES)
     scale = scores_by[1]
-    begin_at = gl.program_id(0)
-    step = gl.num_programs(0)
     end_at = total_items * SIZES.num_kv_heads
-    last = gl.maximum(end_at - 1, 0)
-    token, new = _whose(items_ptr, last, begin_at, SIZES)
-    q = _load_queries(queries, token, new, begin_at, end_at, LAYOUT, SIZES)
-    token, new = _whose(items_ptr, last, begin_at + step, SIZES)
+    index = gl.program_id(0)
+    q = _load_queries(queries, items_ptr, index, end_at, LAYOUT, SIZES)
+    number = 0
     count = 0
-    for index in range(begin_at, end_at, step):
+    while index < end_at:
         q_tile.store(q)
         fence_async_shared()
-        barrier()
-        row, own, own_new, first, begin, end, kv_head = item(items_ptr, total_items, index, SIZES)
+        row, own, new, first, begin, end, kv_head = item(items_ptr, total_items, index, SIZES)
         at = items_ptr + index // SIZES.num_kv_heads * FIELDS
         part = gl.load(at + 6)
         partial = gl.load(at + 7)
         parts = gl.load(parts_ptr + row)
-        q = _load_queries(queries, token, new, index + step, end_at, LAYOUT, SIZES)
-        token, new = _whose(items_ptr, last, index + 2 * step, SIZES)
+        index = _told(told, number)  # whose barrier is that of the queries, too
+        number += 1
+        q = _load_queries(queries, items_ptr, index, end_at, LAYOUT, SIZES)
 
         position = first + rows // RATIO
         if not SIZES.window:
             # Queries that see their whole row stand behind its end.
             position = gl.minimum(position, end - 1)
-        real = rows // RATIO < own_new
+        real = rows // RATIO < new
         head = kv_head * RATIO + rows % RATIO
         # What is counted once is counted in the row's first part.
         before = before_tokens(terms, head, real & (part == 0), scale, S_LAYOUT)
-        found = row, own, own_new, first, begin, end, kv_head
+        found = row, own, new, first, begin, end, kv_head
         acc, total, top, count = attend(
             *(q_tile, found, position, before, count, window, scores_by),
             *(rings, anchor, SIZES, LAYOUT, S_LAYOUT, O_LAYOUT),
@@ -207,17 +251,25 @@ def _decode_hopper(
         mbarrier.init(v_full.index(place), count=1)
         mbarrier.init(k_empty.index(place), count=1)
         mbarrier.init(v_empty.index(place), count=1)
+    word: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    index_ring = gl.allocate_shared_memory(gl.int32, [TOLD, 1], word)
+    index_full = gl.allocate_shared_memory(gl.int64, [TOLD, 1], mbarrier.MBarrierLayout())
+    index_empty = gl.allocate_shared_memory(gl.int64, [TOLD, 1], mbarrier.MBarrierLayout())
+    for place in gl.static_range(TOLD):
+        mbarrier.init(index_full.index(place), count=1)
+        mbarrier.init(index_empty.index(place), count=1)
     fence_async_shared()
     total = gl.load(total_ptr)
     rings = k_ring, v_ring, k_full, v_full, k_empty, v_empty
     queries = q_ptr, q_stride_t, q_stride_h
     results = out_ptr, lse_ptr, partial_ptr, sums_ptr, most_parts
     mine, source = (q_tile, anchor), (table_ptr, table_stride, k_desc, v_desc)
-    work = items_ptr, total, parts_ptr
+    told = index_ring, index_full, index_empty
+    work = items_ptr, total, total_ptr, parts_ptr
     gl.warp_specialize(
         [
-            (_multiply, (work, queries, results, mine, rings, window, terms, SIZES)),
-            (copy_tiles, ((items_ptr, total), source, rings, SIZES)),
+            (_multiply, (work, queries, results, mine, rings, told, window, terms, SIZES)),
+            (_copy, (work, source, rings, told, SIZES)),
         ],
         [1],
         [SIZES.registers[1]],
@@ -280,6 +332,7 @@ def _launcher(
         softcap=kind.softcap,
         tables=tables,
         heads_first=True,
+        takes_turns=tune.takes_turns,
     )
     static = {"SIZES": sizes}
     rest = NUM_WARPS, tune.stages, tune.registers

@@ -37,6 +37,7 @@ class Sizes(NamedTuple):
         tables: page tables of a row: one, or one for each KV head.
         heads_first: whether programs side by side have the KV heads of an item, which lie side by
             side in a page, or else the items of a KV head, which share its tiles in L2.
+        takes_turns: whether a program's items are not known beforehand.
     """
 
     num_heads: int
@@ -53,6 +54,7 @@ class Sizes(NamedTuple):
     softcap: bool
     tables: int = 1
     heads_first: bool = False
+    takes_turns: bool = False
 
 
 @gluon.jit
@@ -96,39 +98,54 @@ def _copy_boxes(desc, tile, full, ids, start, head, IS_K: gl.constexpr, SIZES: g
 
 
 @gluon.jit
-def copy_tiles(work, source, rings, SIZES: gl.constexpr):
-    """The warp that copies: tile after tile into the ring, as soon as a place in it is empty."""
-    items_ptr, total = work
+def copy_item(found, source, rings, count, SIZES: gl.constexpr):
+    """Tile after tile of an item into the ring, as soon as a place in it is empty.
+
+    Args:
+        found: from `item`.
+        count: tiles copied before.
+
+    Returns:
+        Tiles copied so far.
+    """
+    row, _, _, _, begin, end, head = found
     table_ptr, table_stride, k_desc, v_desc = source
     k_ring, v_ring, k_full, v_full, k_empty, v_empty = rings
+    table = table_ptr + row.to(gl.int64) * table_stride
+    if SIZES.tables > 1:
+        table = table_ptr + (row.to(gl.int64) * SIZES.tables + head) * table_stride
+    low, high = tiles(begin, end, SIZES.block_n)
+    for at in range(high - low):
+        start = (high - 1 - at) * SIZES.block_n
+        place = count % SIZES.stages
+        phase = count // SIZES.stages % 2 ^ 1
+        # All ids before any copy. Tokens out of range are read from page 0, and blanked.
+        ids = ()
+        for box in gl.static_range(SIZES.block_n // SIZES.box):
+            token = start + box * SIZES.box
+            there = (token < end) & (token + SIZES.box > begin)
+            ids += (gl.load(table + token // SIZES.page, mask=there, other=0),)  # type: ignore[assignment]
+        mbarrier.wait(k_empty.index(place), phase)
+        _copy_boxes(
+            *(k_desc, k_ring.index(place), k_full.index(place), ids, start, head),
+            *(True, SIZES),
+        )
+        mbarrier.wait(v_empty.index(place), phase)
+        _copy_boxes(
+            *(v_desc, v_ring.index(place), v_full.index(place), ids, start, head),
+            *(False, SIZES),
+        )
+        count += 1
+    return count
+
+
+@gluon.jit
+def copy_tiles(work, source, rings, SIZES: gl.constexpr):
+    """The warp that copies, where the items of a program are known beforehand."""
+    items_ptr, total = work
     count = 0
     for index in range(gl.program_id(0), total * SIZES.num_kv_heads, gl.num_programs(0)):
-        row, _, _, _, begin, end, head = item(items_ptr, total, index, SIZES)
-        table = table_ptr + row.to(gl.int64) * table_stride
-        if SIZES.tables > 1:
-            table = table_ptr + (row.to(gl.int64) * SIZES.tables + head) * table_stride
-        low, high = tiles(begin, end, SIZES.block_n)
-        for at in range(high - low):
-            start = (high - 1 - at) * SIZES.block_n
-            place = count % SIZES.stages
-            phase = count // SIZES.stages % 2 ^ 1
-            # All ids before any copy. Tokens out of range are read from page 0, and blanked.
-            ids = ()
-            for box in gl.static_range(SIZES.block_n // SIZES.box):
-                token = start + box * SIZES.box
-                there = (token < end) & (token + SIZES.box > begin)
-                ids += (gl.load(table + token // SIZES.page, mask=there, other=0),)  # type: ignore[assignment]
-            mbarrier.wait(k_empty.index(place), phase)
-            _copy_boxes(
-                *(k_desc, k_ring.index(place), k_full.index(place), ids, start, head),
-                *(True, SIZES),
-            )
-            mbarrier.wait(v_empty.index(place), phase)
-            _copy_boxes(
-                *(v_desc, v_ring.index(place), v_full.index(place), ids, start, head),
-                *(False, SIZES),
-            )
-            count += 1
+        count = copy_item(item(items_ptr, total, index, SIZES), source, rings, count, SIZES)
 
 
 @gluon.jit

@@ -81,7 +81,7 @@ def test_a_room_that_is_filled_anew_keeps_nothing_of_what_was_in_it():
     for prefixes in (many, few):
         room.fill(paged.cut_prefixes(prefixes, [1] * 4, 4, step.k_pages))
     fresh = paged.cut_prefixes(few, [1] * 4, 4, step.k_pages)
-    assert room.total.tolist() == fresh.total.tolist() == [len(fresh.items)]
+    assert room.total.tolist() == fresh.total.tolist() == [len(fresh.items), 0, 0]
     assert room.items[: len(fresh.items)].tolist() == fresh.items.tolist()
     assert room.skips.tolist() == fresh.skips.tolist()
 

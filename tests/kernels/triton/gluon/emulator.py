@@ -79,10 +79,17 @@ def load(pointer: Pointer, mask: Any = True, other: Any = 0) -> Value:
     return value(found)
 
 
-def store(pointer: Pointer, values: Tensor, mask: Any = True) -> None:
-    at = torch.as_tensor(pointer.offset)
-    at, mask, values = torch.broadcast_tensors(at, torch.as_tensor(mask), values)
+def store(pointer: Pointer, values: Any, mask: Any = True) -> None:
+    tensors = map(torch.as_tensor, (pointer.offset, mask, values))
+    at, mask, values = torch.broadcast_tensors(*tensors)
     pointer.memory[at[mask].long()] = values[mask].to(pointer.memory.dtype)
+
+
+def atomic_add(pointer: Pointer, amount: int, **_: Any) -> Value:
+    """One program runs after another, and of each one thread counts."""
+    before = load(pointer)
+    store(pointer, before + amount)
+    return before
 
 
 # ------------------------------------------------------------------ shared memory and barriers
@@ -296,7 +303,8 @@ def wait_for(left_running: int, deps: list[Product]) -> Any:
 def allocate(kind: Any, shape: list[int], layout: Any) -> Any:
     if layout == "barriers":
         return Barriers(shape[0])
-    return Shared(torch.full(tuple(shape), math.nan, dtype=kind.torch))
+    fill = math.nan if kind.torch.is_floating_point else -1
+    return Shared(torch.full(tuple(shape), fill, dtype=kind.torch))
 
 
 def specialize(parts: list[tuple[Any, tuple[Any, ...]]], *_: Any) -> None:
@@ -335,6 +343,7 @@ def _jit(function: Any = None, **_: Any) -> Any:
 
 LANGUAGE = SimpleNamespace(
     constexpr=lambda x: x,
+    int32=Kind(torch.int32),
     int64=Kind(torch.int64),
     float32=Kind(torch.float32),
     bfloat16=Kind(torch.bfloat16),
@@ -345,6 +354,7 @@ LANGUAGE = SimpleNamespace(
     static_range=range,
     load=load,
     store=store,
+    atomic_add=atomic_add,
     arange=lambda start, end, layout: value(torch.arange(start, end)),
     zeros=lambda shape, kind, layout: value(torch.zeros(shape, dtype=kind.torch)),
     full=lambda shape, x, kind, layout: value(torch.full(shape, x, dtype=kind.torch)),

@@ -116,6 +116,16 @@ def test_a_row_alone_is_the_row_in_a_batch_bit_for_bit(hopper):
         same(f"row {index} alone", (out[tokens], alone[0]), (lse[tokens], alone[1]))
 
 
+def test_programs_leave_the_counters_of_their_turns_as_they_found_them(hopper):
+    step = step_of([(1, 700), (1, 90)], heads=8, groups=2, dim=64, dtype=BF16)
+    tensors = step.q, step.k_pages, step.v_pages, step.table, step.kv_lens, step.starts
+    plan = paged.plan(*tensors[4:], *tensors[:3], num_new=step.num_new, max_kv=step.max_kv)
+    with mock.patch.object(decode, "_on_gluon", return_value=hopper):
+        first = paged.attend(*tensors, plan, Scoring(**step.options))
+        assert plan.decode.work.total.tolist()[1:] == [0, 0]
+        same("again", *zip(first, paged.attend(*tensors, plan, Scoring(**step.options))))
+
+
 def test_a_prefix_that_rows_share_is_attended_once(hopper):
     rows = [(1, 128 + n) for n in (1, 2, 33, 64, 100)] + [(1, 133)]
     step = step_of(rows, heads=8, groups=2, dim=64, dtype=BF16, shared=8)
@@ -152,20 +162,35 @@ def test_slots_that_nobody_wrote_have_to_be_blanked(hopper, monkeypatch):
 
 # What the lines that order warps are there for: without one the emulator, or the twin, tells.
 MUTANTS = {
-    "queries that other warps have not stored yet": (
-        "decode",
-        "        fence_async_shared()\n        barrier()\n        row, own",
-        "        fence_async_shared()\n        row, own",
-    ),
     "no fence behind the queries": (
         "decode",
-        "        fence_async_shared()\n        barrier()\n        row, own",
-        "        barrier()\n        row, own",
+        "        fence_async_shared()\n        row, own",
+        "        row, own",
+    ),
+    "queries, and an item, that other warps have not seen yet": (
+        "decode",
+        "    barrier()\n    mbarrier.arrive(empty.index(place), count=1)\n",
+        "    mbarrier.arrive(empty.index(place), count=1)\n",
     ),
     "queries of the item before": (
         "decode",
-        "        q = _load_queries(queries, token, new, index + step, end_at, LAYOUT, SIZES)\n",
+        "        q = _load_queries(queries, items_ptr, index, end_at, LAYOUT, SIZES)\n\n",
         "",
+    ),
+    "an item that is told before it is stored": (
+        "decode",
+        "        barrier()\n        mbarrier.arrive(full.index(place), count=1)\n",
+        "        mbarrier.arrive(full.index(place), count=1)\n",
+    ),
+    "an item that is read again": (
+        "decode",
+        "mbarrier.wait(full.index(place), number // TOLD % 2)",
+        "mbarrier.wait(full.index(place), number // TOLD % 2 ^ 1)",
+    ),
+    "a place of items that is not given back": (
+        "decode",
+        "    barrier()\n    mbarrier.arrive(empty.index(place), count=1)\n",
+        "    barrier()\n",
     ),
     "a place of V given away before its product was waited for": (
         "attend",
@@ -177,7 +202,7 @@ MUTANTS = {
     "another phase": ("pages", "// SIZES.stages % 2 ^ 1", "// SIZES.stages % 2"),
     "a place that nobody waits for to be empty": (
         "pages",
-        "            mbarrier.wait(k_empty.index(place), phase)\n",
+        "        mbarrier.wait(k_empty.index(place), phase)\n",
         "",
     ),
     "one arrival too many to be empty": (
