@@ -8,6 +8,7 @@ not like the first ones is not served here, and goes the ordinary way.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -30,12 +31,15 @@ class _Replayed(NamedTuple):
     Attributes:
         arguments: overwritten at every launch.
         places: where the values of a layer go in them, and which ones go there.
+        grids: arguments that describe a layer's pages to the tensor memory accelerator, and which
+            tensor each describes.
     """
 
     launcher: Launcher
     grid: tuple[int, int, int]
     arguments: list[Any]
     places: list[tuple[int, int]]
+    grids: list[tuple[Any, int]]
 
 
 class Bound:
@@ -86,9 +90,11 @@ class Bound:
         if any(address % ALIGNMENT for address in addresses):
             return None
         values = [*(addresses if self._device >= 0 else tensors), terms]
-        for launcher, grid, arguments, places in self._launches:
+        for launcher, grid, arguments, places, grids in self._launches:
             for place, which in places:
                 arguments[place] = values[which]
+            for described, which in grids:
+                described.base = tensors[which]
             launcher.again(grid, arguments)
         return out, lse
 
@@ -150,8 +156,8 @@ def bind(
         return None
     steps = {id(tensor) for tensor in _flat(lasting)}
     bound = []
-    for launcher, grid, arguments in launches:
-        places = []
+    for launcher, grid, given in launches:
+        places, grids, arguments = [], [], list(given)
         for place, argument in enumerate(arguments):
             if isinstance(argument, Terms):
                 places.append((place, len(values)))
@@ -160,9 +166,13 @@ def bind(
                     places.append((place, which[id(argument)]))
                 elif id(argument) not in steps:
                     return None
+            elif id(getattr(argument, "base", None)) in which:  # Triton's TensorDescriptor
+                arguments[place] = copy.copy(argument)
+                grids.append((arguments[place], which[id(arguments[place].base)]))
             elif not isinstance(argument, int | float | None):  # it may be about a layer's memory
                 return None
-        bound.append(_Replayed(launcher, grid, launcher.prepared(arguments), places))
+        prepared = launcher.prepared(tuple(arguments))
+        bound.append(_Replayed(launcher, grid, prepared, places, grids))
     return Bound(bound, new, pages, scoring, results[0])
 
 

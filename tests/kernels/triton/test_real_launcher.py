@@ -174,14 +174,15 @@ cache = PagedKVCache(config, device="cpu", backend="torch")
 cache.backend, cache._storage._kernels = "triton", backend  # only a card is let through
 seqs = [cache.add() for _ in range(B)]
 said = []
-with trying("gluon_prefill", "pdl"):
-    for tokens in (600, 1):  # so many are cut into splits
+for names, tokens in ((("gluon_prefill", "pdl"), 600), (("pdl",), 1), (("gluon_decode",), 1)):
+    with trying(*names):  # 600 tokens are cut into splits
         with cache.step(seqs, num_new=tokens) as step:
             made = torch.randn(B * tokens, H + 2 * G, D, dtype=torch.bfloat16)
             q, k, v = made[:, :H], made[:, H : H + G], made[:, H + G :]
             for number in range(2):
                 stub.stub_forget()
                 paged_attention(q, k, v, step, number)
+                assert step.kept(("bound", step.config.group_of.get(number))) is not None
                 pages = step.storage.layer(number)
                 found = []
                 for i in range(stub.stub_launched()):
@@ -189,7 +190,7 @@ with trying("gluon_prefill", "pdl"):
                     name = stub.stub_name(one.kernel).decode()
                     found.append((name, list(one.grid), one.early))
                 maps = []
-                for i in range(2 if tokens > 1 else 0):
+                for i in range(0 if names == ("pdl",) else 2):
                     one = stub.stub_map(i).contents
                     first = one.address - pages[i].data_ptr()
                     shapes = list(one.shape), one.stride, list(one.box)
@@ -202,15 +203,21 @@ print(json.dumps(said))
 def test_what_waits_for_a_card_to_be_proved_is_launched_as_it_asks(driver_stub, tmp_path, forked):
     env = {"TRITON_LIBCUDA_PATH": str(driver_stub.parent), "TRITON_CACHE_DIR": str(tmp_path)}
     said = json.loads(forked(BEGIN + PROVED, str(driver_stub), TRITON_INTERPRET="0", **env))
-    *prefills, first, second = said
-    for launches, maps in prefills:
+    prefills, dependent, decodes = said[:2], said[2:4], said[4:]
+    for _, maps in prefills + decodes:
+        # Slots as rows, of which 16 are copied at once, and the 64 elements of a KV head.
+        assert maps == [[0, [G * D, 8192], 2 * G * D, [D, 16], 3]] * 2
+    for launches, _ in prefills:
         names, grids, early = zip(*launches)
         assert names[-2:] == ("_write_kv", "_prefill_hopper")
         assert grids[-1] == [132, 1, 1]  # a program a multiprocessor
         assert early[-2:] == (1, 0)  # it waits for the whole kernel before it
-        # Slots as rows, of which 16 are copied at once, and the 64 elements of a KV head.
-        assert maps == [[0, [G * D, 8192], 2 * G * D, [D, 16], 3]] * 2
-    for launches, _ in (first, second):
+    for launches, _ in decodes:
+        names, grids, early = zip(*launches)
+        assert names[-3:] == ("_write_kv", "_decode_hopper", "_merge")
+        assert grids[-2] == [4 * 3 * G, 1, 1]  # a program an item: fewer than fit
+        assert not any(early)
+    for launches, _ in dependent:
         names, _, early = zip(*launches)
         assert names[-3:] == ("_write_kv", "_decode", "_merge")
         assert early[-3:] == (1, 1, 1)
