@@ -207,6 +207,7 @@ GLUON: dict[str, tuple[Heads, dict[str, Any], int]] = {  # and bytes that may sp
     "D256 p16": (Heads(8, 1, 256), {}, 16),
     "D256 p64 all terms": (Heads(8, 4, 256, page=64), ALL_TERMS, 40),
 }
+DECODE_NAMES = "gluon_decode", "gluon_decode_rest"
 GLUON_DECODE: dict[str, tuple[Heads, int, dict[str, Any], int]] = {  # the same
     "D64 p16": (Heads(head_dim=64), 1, {}, 0),
     "D128 p16": (Heads(), 1, {}, 0),
@@ -292,7 +293,7 @@ def shipped(arch: int) -> list[Shipped]:
     found += [
         Shipped(
             f"Gluon decode {name}",
-            _by("_decode_hopper", _tried, ("gluon_decode",), _attend, heads, new, terms),
+            _by("_decode_hopper", _tried, DECODE_NAMES, _attend, heads, new, terms),
             buffers=0,
             mma="hgmma",
             stack=stack,

@@ -25,6 +25,7 @@ TRIED = {
     "ours-gluon": "gluon_prefill",
     "ours-gluon-rest": "gluon_rest",
     "ours-gluon-decode": "gluon_decode",
+    "ours-gluon-decode-rest": "gluon_decode_rest",
     "ours-pdl": "pdl",
 }
 
@@ -122,9 +123,10 @@ def variants(case: Case) -> list[str]:
 
 def _tried(cell: Cell) -> list[str]:
     """Returns which of `TRIED` have to do with a cell."""
+    rest = "-rest" if cell.heads.d == 256 else ""
     if max(cell.new) > MOST_QUERIES:
-        return ["ours-gluon-rest" if cell.heads.d == 256 else "ours-gluon"]
-    found = [] if cell.latent else ["ours-gluon-decode"]
+        return [f"ours-gluon{rest}"]
+    found = [] if cell.latent else [f"ours-gluon-decode{rest}"]
     return [*found, "ours-pdl"] if cell.decode else found
 
 

@@ -396,7 +396,10 @@ def _on_gluon(
     plan: Plan, rows: int, scoring: Scoring, target: Target, watched: observe.Plan | None
 ) -> ModuleType | None:
     """Returns `gluon/decode.py` where it attends instead, to tiles of at most so many rows."""
-    if watched is not None or not is_on("gluon_decode", target.arch):
+    has_terms = scoring.softcap is not None or scoring.sinks is not None
+    rest = has_terms or plan.geometry.head_dim == 256
+    name = "gluon_decode_rest" if rest else "gluon_decode"
+    if watched is not None or not is_on(name, target.arch):
         return None
     from .gluon import decode as faster  # versions of Triton before 3.6 have less of Gluon
 

@@ -51,6 +51,8 @@ HOPPER = {
         Shape(1, 4, 64, 64, torch.float16),
         Shape(16, 1, 128, 128, torch.float16, {"window": 100}),
         Shape(4, 2, 64, 32, torch.bfloat16, {"window": 1}),
+    ],
+    "gluon_decode_rest": [
         Shape(8, 1, 64, 16, torch.bfloat16, {"window": 128, "sinks": True}),
         Shape(3, 2, 128, 64, torch.bfloat16, {"window": 700, "softcap": 5.0, "sinks": True}),
         Shape(16, 1, 256, 16, torch.bfloat16),
@@ -80,27 +82,27 @@ def prefix_of(shape: Shape, device: str, rows: Rows) -> None:
     prefix(shape, device)
 
 
-def decode_cases(device: str) -> Iterator[Case]:
+def decode_cases(name: str, device: str) -> Iterator[Case]:
     """Cases of the Gluon decode."""
-    for shape in HOPPER["gluon_decode"]:
+    for shape in HOPPER[name]:
         laws: list[tuple[str, Callable[[Shape, str, Rows], None], Rows]] = [
-            *((name, agree, FULL[name]) for name in ("decode", "verify", "empty")),
-            *((name, agree, rows) for name, rows in LONG_DECODE.items()),
+            *((what, agree, FULL[what]) for what in ("decode", "verify", "empty")),
+            *((what, agree, rows) for what, rows in LONG_DECODE.items()),
             ("alone", alone, MIX),
         ]
         if not shape.by_distance:
             laws += [("across", agree_across, FULL["verify"]), ("prefix", prefix_of, ())]
-        for name, law, rows in laws:
+        for what, law, rows in laws:
             run = partial(on_hopper, "_decode_hopper", law, shape, device, rows)
-            yield Case("hopper", f"{shape}, {name}", run)
+            yield Case("hopper", f"{shape}, {what}", run)
         yield Case("replay", str(shape), partial(replay, shape, device))
 
 
 def tried_cases(name: str, device: str) -> Iterator[Case]:
     """Cases for what is off until a card has shown it right, see `proved.py`."""
     on_prefill = partial(on_hopper, "_prefill_hopper", agree)
-    if name == "gluon_decode":
-        yield from decode_cases(device)
+    if name.startswith("gluon_decode"):
+        yield from decode_cases(name, device)
     elif name in HOPPER:
         for shape in HOPPER[name]:
             for rows in ("prefill", "mixed", "empty"):

@@ -50,7 +50,7 @@ def test_a_name_that_nothing_has_is_refused(noted):
     noted({"gluon_prefill": {}, "pdl": {}}, asked="pld")
     with pytest.raises(
         ValueError,
-        match="PAGEDKV_TRY: expected some of gluon_prefill, gluon_rest, gluon_decode, pdl, got",
+        match=r"PAGEDKV_TRY: expected some of gluon_prefill, .*, pdl, got",
     ):
         proved.is_on("pdl", 90)
     with pytest.raises(ValueError, match="names: expected some of"), proved.trying("gluon"):
