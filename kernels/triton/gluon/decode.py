@@ -70,15 +70,16 @@ def _copy(work, source, rings, told, SIZES: gl.constexpr):
     The first one of a program is its own. The others go to whoever asks first, because not all
     multiprocessors read as fast. The last program to end leaves the counters as it found them.
     """
-    items_ptr, total, total_ptr, _ = work
+    items_ptr, total_ptr, _ = work
     index_ring, full, empty = told
     WORD: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-    end = total * SIZES.num_kv_heads
     index = gl.program_id(0)
+    # Read whether it is there or not: to wait for their number would begin the first copy later.
+    row, _, _, _, begin, end, head = item(items_ptr, 1, index, SIZES)
+    last = gl.load(total_ptr) * SIZES.num_kv_heads - 1
     number = 0
     count = 0
-    while index < end:
-        found = item(items_ptr, total, index, SIZES)
+    while index <= last:
         following = index + gl.num_programs(0)
         if SIZES.takes_turns:
             following = gl.num_programs(0) + gl.atomic_add(total_ptr + 1, 1, sem="relaxed")
@@ -87,6 +88,8 @@ def _copy(work, source, rings, told, SIZES: gl.constexpr):
         index_ring.index(place).store(gl.full([1], following, gl.int32, WORD))
         barrier()
         mbarrier.arrive(full.index(place), count=1)
+        found = row, 0, 0, 0, begin, end, head
+        row, _, _, _, begin, end, head = item(items_ptr, 1, gl.minimum(following, last), SIZES)
         count = copy_item(found, source, rings, count, SIZES)
         index = following
         number += 1
@@ -140,7 +143,7 @@ def _multiply(
     SIZES: gl.constexpr,
 ):
     """The group of warps that attends: one item after another."""
-    items_ptr, total_items, _, parts_ptr = work
+    items_ptr, total_ptr, parts_ptr = work
     out_ptr, lse_ptr, partial_ptr, sums_ptr, most_parts = results
     q_tile, anchor = mine
     DIM: gl.constexpr = SIZES.head_dim
@@ -153,7 +156,7 @@ def _multiply(
     rows = gl.arange(0, GROUP_M, gl.SliceLayout(1, S_LAYOUT))
     scores_by = made(terms, SIZES)
     scale = scores_by[1]
-    end_at = total_items * SIZES.num_kv_heads
+    end_at = gl.load(total_ptr) * SIZES.num_kv_heads
     index = gl.program_id(0)
     q = _load_queries(queries, items_ptr, index, end_at, LAYOUT, SIZES)
     number = 0
@@ -161,7 +164,7 @@ def _multiply(
     while index < end_at:
         q_tile.store(q)
         fence_async_shared()
-        row, own, new, first, begin, end, kv_head = item(items_ptr, total_items, index, SIZES)
+        row, own, new, first, begin, end, kv_head = item(items_ptr, 1, index, SIZES)
         at = items_ptr + index // SIZES.num_kv_heads * FIELDS
         part = gl.load(at + 6)
         partial = gl.load(at + 7)
@@ -259,13 +262,12 @@ def _decode_hopper(
         mbarrier.init(index_full.index(place), count=1)
         mbarrier.init(index_empty.index(place), count=1)
     fence_async_shared()
-    total = gl.load(total_ptr)
     rings = k_ring, v_ring, k_full, v_full, k_empty, v_empty
     queries = q_ptr, q_stride_t, q_stride_h
     results = out_ptr, lse_ptr, partial_ptr, sums_ptr, most_parts
     mine, source = (q_tile, anchor), (table_ptr, table_stride, k_desc, v_desc)
     told = index_ring, index_full, index_empty
-    work = items_ptr, total, total_ptr, parts_ptr
+    work = items_ptr, total_ptr, parts_ptr
     gl.warp_specialize(
         [
             (_multiply, (work, queries, results, mine, rings, told, window, terms, SIZES)),
