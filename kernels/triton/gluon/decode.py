@@ -67,8 +67,9 @@ NUM_WARPS = 4  # that multiply
 def _copy(work, source, rings, told, SIZES: gl.constexpr):
     """The warp that copies: takes items as they come, tells the others which, and copies its tiles.
 
-    The first one of a program is its own. The others go to whoever asks first, because not all
-    multiprocessors read as fast. The last program to end leaves the counters as it found them.
+    The first two of a program are its own: to ask takes time, and the first copy is waited for. The
+    others go to whoever asks first, because not all multiprocessors read as fast. The last program
+    to end leaves the counters as it found them.
     """
     items_ptr, total_ptr, _ = work
     index_ring, full, empty = told
@@ -81,8 +82,9 @@ def _copy(work, source, rings, told, SIZES: gl.constexpr):
     count = 0
     while index <= last:
         following = index + gl.num_programs(0)
-        if SIZES.takes_turns:
-            following = gl.num_programs(0) + gl.atomic_add(total_ptr + 1, 1, sem="relaxed")
+        if SIZES.takes_turns:  # noqa: SIM102 (only the inner one is asked at run time)
+            if number > 0:
+                following = 2 * gl.num_programs(0) + gl.atomic_add(total_ptr + 1, 1, sem="relaxed")
         place = number % TOLD
         mbarrier.wait(empty.index(place), number // TOLD % 2 ^ 1)
         index_ring.index(place).store(gl.full([1], following, gl.int32, WORD))
