@@ -24,7 +24,6 @@ from pagedkv.kernels.triton import (
     delta_rule,
     page_coding,
     prefill,
-    proved,
     select_pages,
     shared_prefix,
     short_convolution,
@@ -218,6 +217,14 @@ GLUON_DECODE: dict[str, tuple[Heads, int, dict[str, Any], int]] = {  # the same
     "D256 p16 all terms": (Heads(8, 1, 256), 1, ALL_TERMS, 64),
 }
 
+# Latents of Hopper's own decode, new tokens a row, and bytes that may spill at edges.
+GLUON_LATENTS: dict[str, tuple[Heads, int, int]] = {
+    "p16": (LATENT, 1, 24),
+    "p64": (LATENT._replace(page=64), 1, 16),
+    "67 heads 4 queries": (LATENT._replace(num_heads=67), 4, 24),
+    "p48 64 heads": (LATENT._replace(num_heads=64, page=48), 1, 24),
+}
+
 # What the first hour on a card needs, one of each kind: compiled by every version that is served.
 CORE = {
     "decode D128 p16",
@@ -231,9 +238,7 @@ CORE = {
     "prefill D128 int4",
     "Gluon prefill D128 p16",
     "Gluon decode D128 p16",
-    "decode D128 p16 dependent",
-    "write D128 bf16 dependent",
-    "merge D128 dependent",
+    "Gluon latents p64",
     "shared prefix D128 p16",
     "merge D128",
     "cut rows",
@@ -333,20 +338,6 @@ def shipped(arch: int) -> list[Shipped]:
                   int64_args=("bounds_ptr",)) for name, one in (("D128", plain), ("latent", few))),
         Shipped("choose columns", _by("_choose_columns", _score, plain), **alone),
     ]  # fmt: skip
-    later = partial(_tried, ("pdl",))  # launched while the kernel before them ends
-    found += (
-        []
-        if arch < proved.SINCE
-        else [
-            Shipped(
-                "decode D128 p16 dependent",
-                _by("_decode", later, _attend, plain, 1, {}),
-                **_promise(arch, plain, 1),
-            ),
-            Shipped("merge D128 dependent", _by("_merge", later, _attend, plain, 1, {}), **alone),
-            Shipped("write D128 bf16 dependent", _by("_write_kv", later, _write, plain), **pools),
-        ]
-    )
     spilt = SPILLS[arch]
     return [
         one._replace(

@@ -26,7 +26,7 @@ TRIED = {
     "ours-gluon-rest": "gluon_rest",
     "ours-gluon-decode": "gluon_decode",
     "ours-gluon-decode-rest": "gluon_decode_rest",
-    "ours-pdl": "pdl",
+    "ours-gluon-latents": "gluon_latents",
 }
 
 
@@ -126,8 +126,7 @@ def _tried(cell: Cell) -> list[str]:
     rest = "-rest" if cell.heads.d == 256 else ""
     if max(cell.new) > MOST_QUERIES:
         return [f"ours-gluon{rest}"]
-    found = [] if cell.latent else [f"ours-gluon-decode{rest}"]
-    return [*found, "ours-pdl"] if cell.decode else found
+    return ["ours-gluon-latents" if cell.latent else f"ours-gluon-decode{rest}"]
 
 
 def prepare(case: Case, variant: str) -> Call | Ready:

@@ -32,6 +32,7 @@ from .card import AbsentCard, Chip
 from .launch import Launch, Launcher
 
 SLOW = (
+    "_latents_hopper",
     "_prefill_hopper",
     "_decode_hopper",
     "_prefill",

@@ -12,7 +12,7 @@ H x (D + 1) x 4 written and read again. At 2 x H / G FLOP a byte this is bound b
 from __future__ import annotations
 
 import functools
-from types import ModuleType
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -29,7 +29,7 @@ from . import shared_prefix
 from .attend import attend, before_tokens, natural
 from .launch import Geometry, Launcher, Target, in_units, pointers, target_of
 from .proved import is_on
-from .tile import follow, load_tile, store_tile, times, zeros
+from .tile import load_tile, store_tile, times, zeros
 from .work_list import FIELDS, Bounds, Cut, Work, cut_rows
 
 ROOM_FIELDS: tl.constexpr = observe.FIELDS
@@ -233,7 +233,6 @@ def _decode(
     CAUSAL: tl.constexpr,  # a tile has queries of several positions
     CHUNK: tl.constexpr,  # tokens whose weight is noted down together; 0 for none
     KIND: tl.constexpr,  # which terms scores have
-    PDL: tl.constexpr,  # whether it starts while the kernel before it ends
 ):
     """One program takes every n-th (item, KV head, share of its query heads), in this order."""
     RATIO: tl.constexpr = NUM_HEADS // NUM_KV_HEADS
@@ -243,7 +242,6 @@ def _decode(
     SHARES: tl.constexpr = (RATIO + HEADS - 1) // HEADS
     offs_m = tl.arange(0, BLOCK_M)
     query = offs_m // HEADS
-    follow(PDL)
     items = tl.load(total_ptr) * (NUM_KV_HEADS * SHARES)
     for index in range(tl.program_id(0), items, tl.num_programs(0)):
         item = items_ptr + index // (NUM_KV_HEADS * SHARES) * FIELDS
@@ -393,17 +391,28 @@ def plan(
 
 
 def _on_gluon(
-    plan: Plan, rows: int, scoring: Scoring, target: Target, watched: observe.Plan | None
-) -> ModuleType | None:
-    """Returns `gluon/decode.py` where it attends instead, to tiles of at most so many rows."""
+    q: Tensor,
+    plan: Plan,
+    rows: int,
+    scoring: Scoring,
+    target: Target,
+    tables: int,
+    watched: observe.Plan | None,
+) -> Callable[..., None] | None:
+    """Returns the call of `gluon/` that attends instead, to tiles of at most so many rows."""
+    geometry = plan.geometry
     has_terms = scoring.softcap is not None or scoring.sinks is not None
-    rest = has_terms or plan.geometry.head_dim == 256
-    name = "gluon_decode_rest" if rest else "gluon_decode"
+    rest = "_rest" if has_terms or geometry.head_dim == 256 else ""
+    name = "gluon_latents" if geometry.rest else f"gluon_decode{rest}"
     if watched is not None or not is_on(name, target.arch):
         return None
-    from .gluon import decode as faster  # versions of Triton before 3.6 have less of Gluon
+    from .gluon import decode, latents  # versions of Triton before 3.6 have less of Gluon
 
-    return faster if faster.serves(plan.geometry, scoring, target, rows) else None
+    if geometry.rest:
+        is_served = tables == 1 and latents.serves(q, geometry, plan.heads, scoring, target)
+        return functools.partial(latents.paged_attention, plan.heads) if is_served else None
+    is_served = decode.serves(geometry, scoring, target, rows)
+    return decode.paged_attention if is_served else None
 
 
 def paged_attention(
@@ -438,14 +447,16 @@ def paged_attention(
         block_m = max(most_rows(target, geometry), triton.next_power_of_2(heads))
         tune = tuning(target, geometry, block_m)
         kinds.insert(0, (block_m, tune, False, shared.items, shared.total))
-    faster = _on_gluon(plan, max(kind[0] for kind in kinds), scoring, target, watched)
+    most = max(kind[0] for kind in kinds)
+    faster = _on_gluon(q, plan, most, scoring, target, tables, watched)
     for block_m, tune, causal, items, total in kinds:
         if faster:
-            given = q, k_pages, v_pages, page_table, items, total, work.parts, geometry, scoring
-            faster.paged_attention(*given, (out, lse, plan.partial, plan.sums))
+            mine = Work(items, total, work.parts), geometry, scoring
+            results = out, lse, plan.partial, plan.sums
+            faster(q, k_pages, v_pages, page_table, *mine, results)
             continue
         key = geometry, tune, heads, block_m, causal, scoring.kind, target, tables, chunk
-        launcher = _decode_launcher(*key, is_on("pdl", target.arch))
+        launcher = _decode_launcher(*key)
         most = items.shape[0] * plan.shares
         launcher(
             (min(most, IN_TURN * tune.programs * target.processors), 1, 1),
@@ -471,7 +482,6 @@ def _decode_launcher(
     target: Target,
     tables: int,
     chunk: int,
-    pdl: bool,
 ) -> Launcher:
     static = {
         **geometry.static(),
@@ -486,7 +496,6 @@ def _decode_launcher(
         "CAUSAL": causal,
         "CHUNK": chunk,
         "KIND": kind,
-        "PDL": pdl,
     }
     registers = None
     if geometry.wide or (chunk and block_m <= 32):
@@ -494,4 +503,4 @@ def _decode_launcher(
         # for wide heads fewer, at the price of spills.
         registers = REGISTERS // (tuning.programs * tuning.num_warps * 32) // 8 * 8
     sizes = tuning.num_warps, tuning.num_stages
-    return Launcher(_decode, target, static, *sizes, registers, pdl)
+    return Launcher(_decode, target, static, *sizes, registers)

@@ -220,7 +220,6 @@ class Launcher:
         kernel: takes its run-time arguments first, its constexpr ones after them.
         static: the constexpr arguments.
         registers: most that a thread may have, if not what the compiler likes.
-        pdl: whether it starts while the kernel before it ends, for which it waits by `tile.follow`.
     """
 
     def __init__(
@@ -231,7 +230,6 @@ class Launcher:
         num_warps: int,
         num_stages: int,
         registers: int | None = None,
-        pdl: bool = False,
     ) -> None:
         self.kernel = kernel
         self.device = target.device
@@ -239,8 +237,6 @@ class Launcher:
         self.options = {"num_warps": num_warps, "num_stages": num_stages}
         if registers is not None and isinstance(target.arch, int):  # AMD's compiler has no bound
             self.options["maxnreg"] = min(255, registers)
-        if pdl:
-            self.options["launch_pdl"] = True
         names = [name for name in kernel.arg_names if name in static]
         assert len(names) == len(static)
         assert kernel.arg_names[-len(names) :] == names

@@ -14,8 +14,7 @@ from torch import Tensor
 
 from .attend import natural
 from .launch import Launcher, Target, target_of
-from .proved import is_on
-from .tile import WIDEST, follow
+from .tile import WIDEST
 
 AT_ONCE: tl.constexpr = tl.constexpr(32)  # parts whose outputs registers hold
 
@@ -33,13 +32,11 @@ def _merge(
     NUM_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
-    PDL: tl.constexpr,
 ):
     """One program weighs all parts of one query and head by their log-sum-exp.
 
     So many at once, then the next: a row's bits do not depend on how many parts another has.
     """
-    follow(PDL)
     row, query, head = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     begin = tl.load(query_start_ptr + row)
     new = tl.load(query_start_ptr + row + 1) - begin
@@ -97,7 +94,7 @@ def merge_parts(
     """
     _, heads, dim = out.shape
     target = target_of(out.device)
-    launcher = _launcher(heads, dim, out.dtype, target, is_on("pdl", target.arch))
+    launcher = _launcher(heads, dim, out.dtype, target)
     launcher(
         (parts.shape[0], max_new, heads),
         *(query_start_loc, parts, partial, sums, out, lse),
@@ -106,13 +103,10 @@ def merge_parts(
 
 
 @functools.cache
-def _launcher(
-    num_heads: int, head_dim: int, dtype: torch.dtype, target: Target, pdl: bool
-) -> Launcher:
+def _launcher(num_heads: int, head_dim: int, dtype: torch.dtype, target: Target) -> Launcher:
     static = {
         "NUM_HEADS": num_heads,
         "HEAD_DIM": head_dim,
         "BLOCK_D": triton.next_power_of_2(head_dim),
-        "PDL": pdl,
     }
-    return Launcher(_merge, target, static, 4 if head_dim <= WIDEST.value else 8, 1, pdl=pdl)
+    return Launcher(_merge, target, static, 4 if head_dim <= WIDEST.value else 8, 1)

@@ -4,7 +4,7 @@
     gluon_rest          the same of head dim 256, or where scores have sinks or a softcap
     gluon_decode        the decode kernel of `gluon/`, of head dims 64 and 128
     gluon_decode_rest   the same of head dim 256, or where scores have sinks or a softcap
-    pdl                 programmatic dependent launch: a kernel starts while the one before it ends
+    gluon_latents       the same of latents, with more than 32 query heads
 
 `make gpu` tries each, and notes those that passed in `proved.json`, by architecture.
 """
@@ -20,7 +20,7 @@ from contextvars import ContextVar
 from pathlib import Path
 
 FILE = Path(__file__).with_name("proved.json")
-NAMES = ("gluon_prefill", "gluon_rest", "gluon_decode", "gluon_decode_rest", "pdl")
+NAMES = ("gluon_prefill", "gluon_rest", "gluon_decode", "gluon_decode_rest", "gluon_latents")
 SINCE = 90  # compute capability, below which hardware has none of it
 TRY = "PAGEDKV_TRY"  # in the environment: names that are on without proof, separated by commas
 

@@ -152,18 +152,7 @@ def times(parts, factor):
     return found
 
 
-@triton.jit
-def follow(PDL: tl.constexpr):
-    """Waits for the kernel before this one, if this was launched while that one ended.
-
-    Nothing is read or written before. The next kernel may start from here on, and waits likewise.
-    """
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
-
-
-_FUNCTIONS = page_ids, pages_of, place, next_staging, load_tile, store_tile, zeros, times, follow
+_FUNCTIONS = page_ids, pages_of, place, next_staging, load_tile, store_tile, zeros, times
 
 # Triton hashes a kernel with the functions it calls, and the hash depends on whether these were
 # hashed before. In this order a kernel has one hash in every process: caches on disk are found.

@@ -25,8 +25,7 @@ from .launch import (
     static_of,
     target_of,
 )
-from .proved import is_on
-from .tile import follow, load_tile, store_tile
+from .tile import load_tile, store_tile
 
 BLOCK_ROWS = 16
 NUM_WARPS = 4
@@ -113,10 +112,8 @@ def _write_kv(
     V_PARTS: tl.constexpr,
     V_BLOCK: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
-    PDL: tl.constexpr,
 ):
     """Moves rows of one head; tokens whose slot is -1, or before `first_page`, are left out."""
-    follow(PDL)
     row = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     token = row // NUM_KV_HEADS
     head = row % NUM_KV_HEADS
@@ -171,7 +168,7 @@ def write_kv(
     layouts = tuple(Layout.of(x.format, x.data) for x in halves)
     shape = kv_heads, page, dim, v.shape[2] - rest, rest
     target = target_of(k.device)
-    key = shape, layouts, (k.dtype, slots.dtype), target, is_on("pdl", target.arch)
+    key = shape, layouts, (k.dtype, slots.dtype), target
     _launcher(*key)(
         (triton.cdiv(tokens * kv_heads, BLOCK_ROWS), 1, 1),
         *(k, v, k_half.data, v_half.data, k_half.scales, v_half.scales, slots),
@@ -185,7 +182,6 @@ def _launcher(
     layouts: tuple[Layout, Layout],
     dtypes: tuple[torch.dtype, ...],
     target: Target,
-    pdl: bool,
 ) -> Launcher:
     kv_heads, page, dim, v_dim, rest = shape
     static = {
@@ -197,6 +193,5 @@ def _launcher(
         **static_of(dim - rest, K=layouts[0]),
         **static_of(v_dim, V=layouts[1]),
         "BLOCK_ROWS": BLOCK_ROWS,
-        "PDL": pdl,
     }
-    return Launcher(_write_kv, target, static, NUM_WARPS, 1, pdl=pdl)
+    return Launcher(_write_kv, target, static, NUM_WARPS, 1)

@@ -71,7 +71,7 @@ class Card:
             "gluon_rest": {"hopper": passes},
             "gluon_decode": {"hopper": passes},
             "gluon_decode_rest": {"hopper": passes},
-            "pdl": {"write": passes},
+            "gluon_latents": {"hopper": passes},
         }
         self.folder = folder
         file = folder.parent / "proved.json"
@@ -139,7 +139,7 @@ def test_what_a_minute_buys_most_with_comes_first(card: Card, capsys) -> None:
         "gluon_rest: hopper",
         "gluon_decode: hopper",
         "gluon_decode_rest: hopper",
-        "pdl: write",
+        "gluon_latents: hopper",
     ]
     few = 16 - len(first)
     wanted = ["compile cells", "begin to compile checks", *first, *others[:few]]
@@ -155,7 +155,7 @@ def test_what_a_minute_buys_most_with_comes_first(card: Card, capsys) -> None:
 @pytest.mark.slow
 def test_a_failure_stops_nothing_else(card: Card, capsys) -> None:
     card.cases[correctness.OURS]["grow"] = fails
-    card.cases["pdl"]["write"] = fails
+    card.cases["gluon_latents"]["hopper"] = fails
     card.wrong["cells"] = ["_decode is wrong"]
     assert run.main([*FLAGS, str(card.folder)]) == 1
     data, printed = run.Results(card.folder / "cells.json").data, capsys.readouterr().out
@@ -165,20 +165,20 @@ def test_a_failure_stops_nothing_else(card: Card, capsys) -> None:
         "gluon_rest": {"hopper, one": "passed"},
         "gluon_decode": {"hopper, one": "passed"},
         "gluon_decode_rest": {"hopper, one": "passed"},
-        "pdl": {"write, one": "AssertionError: planted"},
+        "gluon_latents": {"hopper, one": "AssertionError: planted"},
     }
     assert data["runs"][0]["correctness"] == "failed: 1 of 2 cases"
     passed = dict.fromkeys(proved.NAMES[:-1], "passed")
-    assert data["tried"] == passed | {"pdl": "failed: 1 of 1 cases"}
+    assert data["tried"] == passed | {"gluon_latents": "failed: 1 of 1 cases"}
     assert list(data["cells"]) == [each for each in card.seen if "/" in each]
     assert len(data["cells"]) == len(EVERY)
     last = data["cells"][EVERY[-2].id]["ways"]
     assert "ours-gluon" in last
-    assert "ours-pdl" not in last  # left out once its own cases had failed
+    assert "ours-gluon-latents" not in last  # left out once its own cases had failed
     assert "gluon_prefill: right, and 0.900 times" in printed
     assert "90" in json.loads(proved.FILE.read_text())["gluon_prefill"]
     told = "kernel: _decode is wrong\nours: grow, one: AssertionError: planted\n"
-    assert f"{told}pdl: write, one: AssertionError: planted\n3 failures" in printed
+    assert f"{told}gluon_latents: hopper, one: AssertionError: planted\n3 failures" in printed
 
 
 @pytest.mark.slow
@@ -322,7 +322,7 @@ def test_what_was_tried_is_on_from_then_on_if_it_was_right_and_not_slower(
     (told,) = proving.prove(data, tmp_path)
     noted = json.loads(file.read_text())
     assert ("on from now on" in told) is is_on
-    assert not noted["pdl"]
+    assert not noted["gluon_decode"]
     assert ("90" in noted["gluon_prefill"]) is is_on
     if is_on:
         assert noted["gluon_prefill"]["90"]["ratio"] == 0.9
@@ -331,7 +331,7 @@ def test_what_was_tried_is_on_from_then_on_if_it_was_right_and_not_slower(
 
 def test_what_failed_where_it_was_tried_is_left_out_of_all_cells(tmp_path: Path) -> None:
     results = run.Results(tmp_path / "cells.json")
-    results.data["tried"] = {"gluon_prefill": "failed: exit status 1", "pdl": "passed"}
+    results.data["tried"] = {"gluon_prefill": "failed: exit status 1", "gluon_decode": "passed"}
     assert results.without("any") == {"ours-gluon"}
 
 

@@ -16,14 +16,14 @@ from tests.kernels.correctness import (
     agree,
     agree_across,
     alone,
-    cases,
     prefix,
     replay,
 )
 from tests.kernels.shapes import FULL, Shape
 from tests.kernels.steps import LAYOUTS, Rows
 
-# Heads, pages and terms of Gluon's kernels; those of every other kind are in `shapes`.
+LATENTS = partial(Shape, dim=576, v_dim=512, latent=True)
+# Heads, pages and terms of kernels in Gluon; those of every other kind are in `shapes`.
 HOPPER = {
     "gluon_prefill": [
         Shape(4, 2, 128, 16, torch.bfloat16),
@@ -58,6 +58,12 @@ HOPPER = {
         Shape(16, 1, 256, 16, torch.bfloat16),
         Shape(4, 2, 256, 48, torch.float16, {"softcap": 30.0, "sinks": True}),
     ],
+    "gluon_latents": [
+        LATENTS(128, 1, page=64, dtype=torch.bfloat16),
+        LATENTS(64, 1, page=16, dtype=torch.bfloat16, layout=LAYOUTS[1]),
+        LATENTS(67, 1, page=48, dtype=torch.bfloat16),
+        LATENTS(40, 2, page=128, dtype=torch.float16, layout=LAYOUTS[1], terms={"window": 100}),
+    ],
 }
 LONG: Rows = [(2048, 2048), (700, 9000), (17, 5000), (1000, 1001)]
 # Splits that grow, many splits, several queries of long rows, and more items than programs.
@@ -83,35 +89,31 @@ def prefix_of(shape: Shape, device: str, rows: Rows) -> None:
 
 
 def decode_cases(name: str, device: str) -> Iterator[Case]:
-    """Cases of the Gluon decode."""
+    """Cases of kernels that decode."""
     for shape in HOPPER[name]:
+        kernel = "_latents_hopper" if shape.latent else "_decode_hopper"
         laws: list[tuple[str, Callable[[Shape, str, Rows], None], Rows]] = [
-            *((what, agree, FULL[what]) for what in ("decode", "verify", "empty")),
+            *((what, agree, FULL[what]) for what in ("decode", "verify", "mixed", "empty")),
             *((what, agree, rows) for what, rows in LONG_DECODE.items()),
             ("alone", alone, MIX),
         ]
         if not shape.by_distance:
-            laws += [("across", agree_across, FULL["verify"]), ("prefix", prefix_of, ())]
+            laws += [("prefix", prefix_of, ())]
+            laws += [] if shape.latent else [("across", agree_across, FULL["verify"])]
         for what, law, rows in laws:
-            run = partial(on_hopper, "_decode_hopper", law, shape, device, rows)
+            run = partial(on_hopper, kernel, law, shape, device, rows)
             yield Case("hopper", f"{shape}, {what}", run)
         yield Case("replay", str(shape), partial(replay, shape, device))
 
 
 def tried_cases(name: str, device: str) -> Iterator[Case]:
     """Cases for what is off until a card has shown it right, see `proved.py`."""
-    on_prefill = partial(on_hopper, "_prefill_hopper", agree)
-    if name.startswith("gluon_decode"):
+    if name not in ("gluon_prefill", "gluon_rest"):
         yield from decode_cases(name, device)
-    elif name in HOPPER:
-        for shape in HOPPER[name]:
-            for rows in ("prefill", "mixed", "empty"):
-                case = partial(on_prefill, shape, device, FULL[rows])
-                yield Case("hopper", f"{shape}, {rows}", case)
-            yield Case("hopper", f"{shape}, long", partial(on_prefill, shape, device, LONG))
-            yield Case("replay", str(shape), partial(replay, shape, device))
-    else:
-        wanted = {"decode", "verify", "mixed", "alone", "write", "replay", "prefix"}
-        for case in cases(device):
-            if case.group in wanted and case.name.startswith("bfloat16"):
-                yield case
+        return
+    on_prefill = partial(on_hopper, "_prefill_hopper", agree)
+    for shape in HOPPER[name]:
+        for rows in ("prefill", "mixed", "empty"):
+            yield Case("hopper", f"{shape}, {rows}", partial(on_prefill, shape, device, FULL[rows]))
+        yield Case("hopper", f"{shape}, long", partial(on_prefill, shape, device, LONG))
+        yield Case("replay", str(shape), partial(replay, shape, device))

@@ -24,7 +24,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from pagedkv.kernels.formats import Pages
 from pagedkv.kernels.scoring import Scoring, ScoringKind
 from pagedkv.kernels.triton.launch import Geometry, Launcher, Target, in_units, target_of
-from pagedkv.kernels.triton.work_list import FIELDS
+from pagedkv.kernels.triton.work_list import FIELDS, Work
 
 from .attend import GROUP_M, LARGEST, attend, before_tokens, made
 from .pages import Sizes, barrier, copy_item, grid, item, served
@@ -282,8 +282,8 @@ def _decode_hopper(
 
 def serves(geometry: Geometry, scoring: Scoring, target: Target, rows: int) -> bool:
     """Whether there is a kernel for tiles of so many rows; `decode.py` has the others."""
-    is_known = rows <= ROWS and geometry.head_dim in TUNING
-    return is_known and served(geometry, scoring, target)
+    is_known = geometry.head_dim == geometry.v_dim and geometry.head_dim in TUNING
+    return rows <= ROWS and is_known and served(geometry, scoring, target)
 
 
 def paged_attention(
@@ -291,9 +291,7 @@ def paged_attention(
     k_pages: Pages,
     v_pages: Pages,
     page_table: Tensor,
-    items: Tensor,
-    total: Tensor,
-    parts: Tensor,
+    work: Work,
     geometry: Geometry,
     scoring: Scoring,
     results: tuple[Tensor, Tensor, Tensor, Tensor],
@@ -301,8 +299,7 @@ def paged_attention(
     """The launch of `decode.paged_attention` for what `serves` says.
 
     Args:
-        items, total: work, cut into tiles of at most `ROWS` rows.
-        parts: of each row.
+        work: cut into tiles of at most `ROWS` rows.
         results: output, log-sum-exp, and where parts of both lie until they are merged.
     """
     target = target_of(q.device)
@@ -310,11 +307,11 @@ def paged_attention(
     launcher, programs = _launcher(geometry, scoring.kind, target, tables)
     sizes = launcher.static["SIZES"]
     window, terms = scoring.arguments()
-    most = items.shape[0] * geometry.num_kv_heads
+    most = work.items.shape[0] * geometry.num_kv_heads
     launcher(
         (min(most, programs * target.processors), 1, 1),
-        *(q, grid(k_pages.data, sizes.box), grid(v_pages.data, sizes.box), page_table),
-        *(items, total, parts, *results),
+        *(q, *(grid(x.data, sizes.box, sizes.head_dim) for x in (k_pages, v_pages)), page_table),
+        *(*work, *results),
         *(page_table.stride(-2), *in_units("q", q), window, terms, results[2].shape[1]),
     )
 

@@ -66,14 +66,20 @@ def item(items_ptr, total, index, SIZES: gl.constexpr):
     else:
         at = index % total
         head = index // total
-    item = items_ptr + at * FIELDS
+    row, token, queries, first, begin, end = fields_of(items_ptr + at * FIELDS)
+    return row, token, queries, first, begin, end, head
+
+
+@gluon.jit
+def fields_of(item):
+    """Row, first token, queries, position and range of an item."""
     row = gl.load(item)
     token = gl.load(item + 1)
     queries = gl.load(item + 2)
     first = gl.load(item + 3)
     begin = gl.load(item + 4)
     end = gl.load(item + 5)
-    return row, token, queries, first, begin, end, head
+    return row, token, queries, first, begin, end
 
 
 @gluon.jit
@@ -84,15 +90,37 @@ def tiles(begin, end, BLOCK_N: gl.constexpr):
 
 
 @gluon.jit
-def _copy_boxes(desc, tile, full, ids, start, head, IS_K: gl.constexpr, SIZES: gl.constexpr):
-    """Begins to copy a tile of K, or of V, box by box."""
+def page_ids(table, start, begin, end, SIZES: gl.constexpr):
+    """Page ids of a tile's boxes. Tokens out of range are read from page 0, and blanked."""
+    ids = ()
+    for box in gl.static_range(SIZES.block_n // SIZES.box):
+        token = start + box * SIZES.box
+        there = (token < end) & (token + SIZES.box > begin)
+        ids += (gl.load(table + token // SIZES.page, mask=there, other=0),)  # type: ignore[assignment]
+    return ids
+
+
+@gluon.jit
+def copy_boxes(
+    desc,
+    tile,
+    full,
+    ids,  # from `page_ids`
+    start,
+    head,
+    IS_K: gl.constexpr,
+    FIRST: gl.constexpr,  # column of the head
+    WIDTH: gl.constexpr,
+    SIZES: gl.constexpr,
+):
+    """Begins to copy some columns of a tile of K, or of V, box by box."""
     STRIDES: gl.constexpr = SIZES.k if IS_K else SIZES.v
-    BYTES: gl.constexpr = SIZES.block_n * SIZES.head_dim * desc.dtype.primitive_bitwidth // 8
+    BYTES: gl.constexpr = SIZES.block_n * WIDTH * desc.dtype.primitive_bitwidth // 8
     mbarrier.expect(full, BYTES)
     for box in gl.static_range(SIZES.block_n // SIZES.box):
         in_page = (start + box * SIZES.box) % SIZES.page
         at_row = ids[box] * (STRIDES[0] // STRIDES[2]) + head * STRIDES[1] // STRIDES[2] + in_page
-        column = head * STRIDES[1] % STRIDES[2]
+        column = head * STRIDES[1] % STRIDES[2] + FIRST
         part = tile.slice(box * SIZES.box, SIZES.box, dim=0)
         tma.async_copy_global_to_shared(desc, [at_row, column], full, part)
 
@@ -119,21 +147,16 @@ def copy_item(found, source, rings, count, SIZES: gl.constexpr):
         start = (high - 1 - at) * SIZES.block_n
         place = count % SIZES.stages
         phase = count // SIZES.stages % 2 ^ 1
-        # All ids before any copy. Tokens out of range are read from page 0, and blanked.
-        ids = ()
-        for box in gl.static_range(SIZES.block_n // SIZES.box):
-            token = start + box * SIZES.box
-            there = (token < end) & (token + SIZES.box > begin)
-            ids += (gl.load(table + token // SIZES.page, mask=there, other=0),)  # type: ignore[assignment]
+        ids = page_ids(table, start, begin, end, SIZES)  # all of them before any copy
         mbarrier.wait(k_empty.index(place), phase)
-        _copy_boxes(
+        copy_boxes(
             *(k_desc, k_ring.index(place), k_full.index(place), ids, start, head),
-            *(True, SIZES),
+            *(True, 0, SIZES.head_dim, SIZES),
         )
         mbarrier.wait(v_empty.index(place), phase)
-        _copy_boxes(
+        copy_boxes(
             *(v_desc, v_ring.index(place), v_full.index(place), ids, start, head),
-            *(False, SIZES),
+            *(False, 0, SIZES.head_dim, SIZES),
         )
         count += 1
     return count
@@ -174,7 +197,6 @@ def served(geometry: Geometry, scoring: Scoring, target: Target) -> bool:
     """Whether tiles can be copied out of these pages, and scores be made of them."""
     return (
         target.arch == 90
-        and geometry.head_dim == geometry.v_dim
         and geometry.dtype.itemsize == 2
         and geometry.k.format.dense
         and geometry.v.format.dense
@@ -195,11 +217,11 @@ def _is_grid(pages: Layout) -> bool:
     )
 
 
-def grid(pages: Tensor, box: int) -> TensorDescriptor:
+def grid(pages: Tensor, box: int, columns: int) -> TensorDescriptor:
     """Slots as rows, for the accelerator to copy boxes of."""
-    stride, dim = pages.stride(2), pages.shape[3]
+    stride = pages.stride(2)
     last = sum(step * (count - 1) for step, count in zip(pages.stride(), pages.shape))
     shape = [last // stride + 1, stride]
     dtype = getattr(gl, str(pages.dtype).removeprefix("torch."))
-    layout = gl.NVMMASharedLayout.get_default_for([box, dim], dtype)
-    return TensorDescriptor(pages, shape, [stride, 1], [box, dim], layout)
+    layout = gl.NVMMASharedLayout.get_default_for([box, columns], dtype)
+    return TensorDescriptor(pages, shape, [stride, 1], [box, columns], layout)

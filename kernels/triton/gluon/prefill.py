@@ -168,7 +168,8 @@ def _prefill_hopper(
 
 def serves(geometry: Geometry, scoring: Scoring, target: Target) -> bool:
     """Whether there is a kernel for these heads, pages and terms; `prefill.py` has the others."""
-    return geometry.head_dim in TUNING and served(geometry, scoring, target)
+    is_known = geometry.head_dim == geometry.v_dim and geometry.head_dim in TUNING
+    return is_known and served(geometry, scoring, target)
 
 
 def paged_attention(
@@ -193,7 +194,7 @@ def paged_attention(
     window, terms = scoring.arguments()
     launcher(
         (target.processors, 1, 1),
-        *(q, grid(k_pages.data, sizes.box), grid(v_pages.data, sizes.box), page_table),
+        *(q, *(grid(x.data, sizes.box, sizes.head_dim) for x in (k_pages, v_pages)), page_table),
         *(work.items, work.total, out, lse),
         *(page_table.stride(0), *in_units("q", q), window, terms),
     )

@@ -7,8 +7,6 @@
 #define MOST_KERNELS 64
 #define MOST_LAUNCHES 256
 #define MOST_PARAMETERS 64
-#define ATTRIBUTE_BYTES 72
-#define STREAM_SERIALIZATION 6 /* programmatic: the kernel may start while the one before ends */
 
 typedef struct {
     unsigned grid[3], block[3], shared;
@@ -20,7 +18,6 @@ typedef struct {
     int kernel;
     unsigned grid[3];
     uint64_t parameters[MOST_PARAMETERS]; /* of a tensor map the number, from 1 */
-    unsigned early;
 } Launch;
 
 typedef struct {
@@ -56,9 +53,6 @@ int cuLaunchKernelEx(const Config *config, void *function, void **parameters, vo
     memset(launch, 0, sizeof *launch);
     launch->kernel = kernel;
     memcpy(launch->grid, config->grid, sizeof launch->grid);
-    for (unsigned i = 0; i < config->num_attributes; i++)
-        if (*(int *)((char *)config->attributes + i * ATTRIBUTE_BYTES) == STREAM_SERIALIZATION)
-            launch->early = 1;
     for (int i = 0; i < MOST_PARAMETERS && sizes[kernel][i]; i++)
         memcpy(&launch->parameters[i], parameters[i], sizes[kernel][i]);
     return 0;

@@ -1,7 +1,6 @@
 """Kernels are off until a card has shown them right: who turns them on, and how they compile."""
 
 import json
-import re
 
 import pytest
 
@@ -32,58 +31,36 @@ def test_what_is_shipped_names_all_that_waits_and_nothing_else():
 
 
 def test_it_is_on_where_a_card_has_shown_it(noted):
-    noted({"gluon_prefill": {"90": {"card": "one"}}, "pdl": {}})
+    noted({"gluon_prefill": {"90": {"card": "one"}}, "gluon_decode": {}})
     assert proved.is_on("gluon_prefill", 90)
     assert not proved.is_on("gluon_prefill", 100)
-    assert not proved.is_on("pdl", 90)
+    assert not proved.is_on("gluon_decode", 90)
 
 
 def test_the_environment_tries_it_before(noted):
-    noted({"gluon_prefill": {}, "pdl": {}}, asked="pdl, gluon_prefill")
-    assert proved.is_on("pdl", 90)
+    noted({"gluon_prefill": {}, "gluon_decode": {}}, asked="gluon_decode, gluon_prefill")
+    assert proved.is_on("gluon_decode", 90)
     assert proved.is_on("gluon_prefill", 90)
-    assert not proved.is_on("pdl", 80)  # whose hardware has no such thing
-    assert not proved.is_on("pdl", 0)  # the interpreter's
+    assert not proved.is_on("gluon_decode", 80)  # whose hardware has no such thing
+    assert not proved.is_on("gluon_decode", 0)  # the interpreter's
 
 
 def test_a_name_that_nothing_has_is_refused(noted):
-    noted({"gluon_prefill": {}, "pdl": {}}, asked="pld")
+    noted({"gluon_prefill": {}, "gluon_decode": {}}, asked="gluon_dekode")
     with pytest.raises(
         ValueError,
-        match=r"PAGEDKV_TRY: expected some of gluon_prefill, .*, pdl, got",
+        match=r"PAGEDKV_TRY: expected some of gluon_prefill, .*, gluon_latents, got",
     ):
-        proved.is_on("pdl", 90)
+        proved.is_on("gluon_decode", 90)
     with pytest.raises(ValueError, match="names: expected some of"), proved.trying("gluon"):
         pass
 
 
 def test_what_is_tried_inside_hides_what_is_on_outside(noted):
-    noted({"gluon_prefill": {"90": {}}, "pdl": {"90": {}}})
-    with proved.trying("pdl"):
-        assert proved.is_on("pdl", 90)
+    noted({"gluon_prefill": {"90": {}}, "gluon_decode": {"90": {}}})
+    with proved.trying("gluon_decode"):
+        assert proved.is_on("gluon_decode", 90)
         assert not proved.is_on("gluon_prefill", 90)
     with proved.trying():
-        assert not proved.is_on("pdl", 90)
+        assert not proved.is_on("gluon_decode", 90)
     assert proved.is_on("gluon_prefill", 90)
-
-
-DEPENDENT = """
-from pagedkv.kernels.triton.card import absent_card
-from benchmarks.compiled import shipped
-
-with absent_card(90):
-    for one in shipped.shipped(90):
-        if one.name.endswith("dependent"):
-            print(one.compile().asm["ptx"])
-            print("=====")
-"""
-
-
-@pytest.mark.slow
-def test_kernels_wait_for_the_one_before_them_ahead_of_all_they_read(tmp_path, forked):
-    said = forked(DEPENDENT, TRITON_INTERPRET="0", TRITON_CACHE_DIR=str(tmp_path))
-    kernels = said.split("=====")[:-1]
-    assert len(kernels) == 3
-    for ptx in kernels:
-        waits, begins = ptx.index("griddepcontrol.wait"), ptx.index("griddepcontrol.launch_dep")
-        assert waits < begins < re.search(r"(ld|st)\.global|cp\.async", ptx).start()

@@ -35,7 +35,6 @@ class Launched(ctypes.Structure):
         ("kernel", ctypes.c_int),
         ("grid", ctypes.c_uint * 3),
         ("parameters", ctypes.c_uint64 * 64),
-        ("early", ctypes.c_uint),
     ]
 
 
@@ -174,8 +173,8 @@ cache = PagedKVCache(config, device="cpu", backend="torch")
 cache.backend, cache._storage._kernels = "triton", backend  # only a card is let through
 seqs = [cache.add() for _ in range(B)]
 said = []
-for names, tokens in ((("gluon_prefill", "pdl"), 600), (("pdl",), 1), (("gluon_decode",), 1)):
-    with trying(*names):  # 600 tokens are cut into splits
+for name, tokens in (("gluon_prefill", 600), ("gluon_decode", 1)):
+    with trying(name):  # 600 tokens are cut into splits
         with cache.step(seqs, num_new=tokens) as step:
             made = torch.randn(B * tokens, H + 2 * G, D, dtype=torch.bfloat16)
             q, k, v = made[:, :H], made[:, H : H + G], made[:, H + G :]
@@ -188,9 +187,9 @@ for names, tokens in ((("gluon_prefill", "pdl"), 600), (("pdl",), 1), (("gluon_d
                 for i in range(stub.stub_launched()):
                     one = stub.stub_launch(i).contents
                     name = stub.stub_name(one.kernel).decode()
-                    found.append((name, list(one.grid), one.early))
+                    found.append((name, list(one.grid)))
                 maps = []
-                for i in range(0 if names == ("pdl",) else 2):
+                for i in range(2):
                     one = stub.stub_map(i).contents
                     first = one.address - pages[i].data_ptr()
                     shapes = list(one.shape), one.stride, list(one.box)
@@ -203,21 +202,15 @@ print(json.dumps(said))
 def test_what_waits_for_a_card_to_be_proved_is_launched_as_it_asks(driver_stub, tmp_path, forked):
     env = {"TRITON_LIBCUDA_PATH": str(driver_stub.parent), "TRITON_CACHE_DIR": str(tmp_path)}
     said = json.loads(forked(BEGIN + PROVED, str(driver_stub), TRITON_INTERPRET="0", **env))
-    prefills, dependent, decodes = said[:2], said[2:4], said[4:]
-    for _, maps in prefills + decodes:
+    prefills, decodes = said[:2], said[2:]
+    for _, maps in said:
         # Slots as rows, of which 16 are copied at once, and the 64 elements of a KV head.
         assert maps == [[0, [G * D, 8192], 2 * G * D, [D, 16], 3]] * 2
     for launches, _ in prefills:
-        names, grids, early = zip(*launches)
+        names, grids = zip(*launches)
         assert names[-2:] == ("_write_kv", "_prefill_hopper")
         assert grids[-1] == [132, 1, 1]  # a program a multiprocessor
-        assert early[-2:] == (1, 0)  # it waits for the whole kernel before it
     for launches, _ in decodes:
-        names, grids, early = zip(*launches)
+        names, grids = zip(*launches)
         assert names[-3:] == ("_write_kv", "_decode_hopper", "_merge")
         assert grids[-2] == [4 * 3 * G, 1, 1]  # a program an item: fewer than fit
-        assert not any(early)
-    for launches, _ in dependent:
-        names, _, early = zip(*launches)
-        assert names[-3:] == ("_write_kv", "_decode", "_merge")
-        assert early[-3:] == (1, 1, 1)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import importlib
 import math
+import shutil
 import sys
 import threading
 import time
@@ -98,7 +99,9 @@ def atomic_add(pointer: Pointer, amount: int, **_: Any) -> Value:
 class Shared:
     """Shared memory; what was stored there has to be fenced before a product reads it."""
 
-    unfenced: ClassVar[dict[int, set[int]]] = {}  # by thread
+    unfenced: ClassVar[dict[int, set[tuple[int, int]]]] = {}  # bytes, by thread
+    # Bytes that a group had stored and not fenced when it told others.
+    told: ClassVar[set[tuple[int, int]]] = set()
     # By thread, since its group's barrier: how it was touched, and from which byte to which.
     touched: ClassVar[dict[int, list[tuple[str, int, int]]]] = {}
 
@@ -108,6 +111,14 @@ class Shared:
     @property
     def dtype(self) -> Kind:
         return Kind(self.data.dtype)
+
+    @property
+    def bytes(self) -> tuple[int, int]:
+        """From which address to which."""
+        begin = self.data.data_ptr()
+        steps = zip(self.data.shape, self.data.stride())
+        size = 1 + sum((count - 1) * stride for count, stride in steps)
+        return begin, begin + size * self.data.element_size()
 
     def index(self, at: int) -> Shared:
         return Shared(self.data[int(at)])
@@ -122,10 +133,7 @@ class Shared:
     def touch(self, how: str) -> None:
         """Notes a load, a store or the reading of a product, before which no warp was too slow."""
         mine = Shared.touched.setdefault(threading.get_ident(), [])
-        begin = self.data.data_ptr()
-        steps = zip(self.data.shape, self.data.stride())
-        size = 1 + sum((count - 1) * stride for count, stride in steps)
-        end = begin + size * self.data.element_size()
+        begin, end = self.bytes
         for before, first, last in mine:
             if "store" in (before, how) and first < end and begin < last:
                 # Threads store again what they loaded or stored themselves.
@@ -142,12 +150,13 @@ class Shared:
         assert values.dtype is self.data.dtype
         self.touch("store")
         self.data.copy_(values)
-        mine = Shared.unfenced.setdefault(threading.get_ident(), set())
-        mine.add(self.data.untyped_storage().data_ptr())
+        Shared.unfenced.setdefault(threading.get_ident(), set()).add(self.bytes)
+        Shared.told.discard(self.bytes)
 
     def is_fenced(self) -> bool:
-        mine = Shared.unfenced.get(threading.get_ident(), set())
-        return self.data.untyped_storage().data_ptr() not in mine
+        begin, end = self.bytes
+        stored = Shared.unfenced.get(threading.get_ident(), set()) | Shared.told
+        return not any(first < end and begin < last for first, last in stored)
 
 
 def barrier() -> None:
@@ -185,7 +194,9 @@ class Barrier:
         self.arrivals = self.missing = int(count)
 
     def arrive(self, count: int = 1) -> None:
-        assert not Shared.touched.get(threading.get_ident()), "no barrier before it arrives"
+        me = threading.get_ident()
+        assert not Shared.touched.get(me), "no barrier before it arrives"
+        Shared.told |= Shared.unfenced.get(me, set())
         with Barrier.changed:
             self.missing -= count
             assert self.missing >= 0, "more arrived than are expected"
@@ -235,17 +246,21 @@ class Descriptor:
 
 
 def copy_box(source: Descriptor, at: list[Any], full: Barrier, into: Shared) -> None:
-    """Begins a copy, which arrives when somebody waits for `full`; it is NaN until then."""
+    """Begins a copy, which arrives when somebody waits for `full`; it is NaN until then.
+
+    Rows behind the grid's last are zeros.
+    """
     assert list(into.data.shape) == source.block_shape
     row, column = map(int, at)
-    assert 0 <= row <= source.shape[0] - source.block_shape[0]
+    assert 0 <= row < source.shape[0]
     assert 0 <= column <= source.shape[1] - source.block_shape[1]
     into.data.fill_(math.nan)
     offset = source.base.storage_offset() + row * source.strides[0] + column
-    box = source.base.as_strided(source.block_shape, source.strides, offset)
+    shape = min(source.block_shape[0], source.shape[0] - row), source.block_shape[1]
+    box = source.base.as_strided(shape, source.strides, offset)
 
     def arrive() -> int:
-        into.data.copy_(box)
+        into.data.zero_()[: len(box)] = box
         return into.data.numel() * into.data.element_size()
 
     with Barrier.changed:
@@ -259,7 +274,7 @@ class Product:
 
     left: Any
     right: Shared
-    acc: Tensor
+    acc: Any  # or the product that is added to
     use_acc: bool
     result: Value | None = None
 
@@ -272,14 +287,15 @@ class Product:
             operand.touch("product")  # it read until now
         left = self.left.data if isinstance(self.left, Shared) else self.left
         product = left.as_subclass(Tensor).float() @ self.right.data.float()
-        self.result = value(product + self.acc.as_subclass(Tensor) if self.use_acc else product)
+        acc = self.acc.result if isinstance(self.acc, Product) else self.acc
+        self.result = value(product + acc.as_subclass(Tensor) if self.use_acc else product)
 
 
 _issued = threading.local()
 
 
 def multiply(
-    left: Any, right: Shared, acc: Tensor, *, use_acc: bool = True, is_async: bool
+    left: Any, right: Shared, acc: Any, *, use_acc: bool = True, is_async: bool
 ) -> Product:
     product = Product(left, right, acc, use_acc)
     for operand in product.shared:
@@ -289,12 +305,16 @@ def multiply(
     return product
 
 
-def wait_for(left_running: int, deps: list[Product]) -> Any:
+def wait_for(left_running: int, deps: list[Any]) -> Any:
+    """Waits for all products but the last ones; what else depends on it stays as it is."""
     products = _issued.__dict__.setdefault("products", [])
+    if len(products) > left_running:
+        time.sleep(4 * BREATH)  # longer than it takes somebody to go on who does not wait
     while len(products) > left_running:
         products.pop(0).finish()
-    assert all(one.result is not None for one in deps), "not all that is used was waited for"
-    return deps[0].result if len(deps) == 1 else tuple(one.result for one in deps)
+    found = tuple(one.result if isinstance(one, Product) else one for one in deps)
+    assert all(one is not None for one in found), "not all that is used was waited for"
+    return found[0] if len(found) == 1 else found
 
 
 # ------------------------------------------------------------------ Gluon's names
@@ -315,11 +335,13 @@ def specialize(parts: list[tuple[Any, tuple[Any, ...]]], *_: Any) -> None:
     def run(function: Any, args: tuple[Any, ...]) -> None:
         _program.number = program
         barrier()  # threads of earlier programs may have had its number
+        fence()
         try:
             function(*args)
         except BaseException as error:
             errors.append(error)
 
+    Shared.told.clear()  # the memory of earlier programs may have had these addresses
     threads = [threading.Thread(target=run, args=part) for part in parts]
     for thread in threads:
         thread.start()
@@ -442,3 +464,15 @@ def emulated(name: str) -> ModuleType:
         vars(each).update(names)
     module.Launcher = Launcher  # type: ignore[attr-defined]
     return module
+
+
+@contextmanager
+def mutated(name: str, old: str, new: str, folder: Path) -> Iterator[None]:
+    """A module has other text for who imports it inside, and what nobody does is found soon."""
+    shutil.copytree(FOLDER, folder)
+    file = folder / f"{name}.py"
+    text = file.read_text()
+    assert text.count(old) == 1
+    file.write_text(text.replace(old, new))
+    with mock.patch.multiple(sys.modules[__name__], FOLDER=folder, PATIENCE=3.0, BREATH=0.03):
+        yield

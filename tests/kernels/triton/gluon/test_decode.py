@@ -39,9 +39,9 @@ def emulated():
 def attend(hopper, step, **known):
     """The whole way of rows of few new tokens, with its kernel on Hopper."""
 
-    def chosen(plan, rows, scoring, *_):
+    def chosen(_q, plan, rows, scoring, *_):
         assert hopper.serves(plan.geometry, scoring, HOPPER, rows)
-        return hopper
+        return hopper.paged_attention
 
     with mock.patch.object(decode, "_on_gluon", chosen):
         return truth.attend(step, **known)
@@ -120,7 +120,7 @@ def test_programs_leave_the_counters_of_their_turns_as_they_found_them(hopper):
     step = step_of([(1, 700), (1, 90)], heads=8, groups=2, dim=64, dtype=BF16)
     tensors = step.q, step.k_pages, step.v_pages, step.table, step.kv_lens, step.starts
     plan = paged.plan(*tensors[4:], *tensors[:3], num_new=step.num_new, max_kv=step.max_kv)
-    with mock.patch.object(decode, "_on_gluon", return_value=hopper):
+    with mock.patch.object(decode, "_on_gluon", return_value=hopper.paged_attention):
         first = paged.attend(*tensors, plan, Scoring(**step.options))
         assert plan.decode.work.total.tolist()[1:] == [0, 0]
         same("again", *zip(first, paged.attend(*tensors, plan, Scoring(**step.options))))
@@ -141,7 +141,7 @@ def test_kv_heads_may_read_tables_of_their_own(hopper):
         max_kv=step.max_kv,
     )
     tensors = step.q, step.k_pages, step.v_pages, step.table, step.kv_lens, step.starts
-    with mock.patch.object(decode, "_on_gluon", return_value=hopper):
+    with mock.patch.object(decode, "_on_gluon", return_value=hopper.paged_attention):
         scoring = Scoring(**step.options)
         check(step, paged.attend(*tensors, plan, scoring, both))
         both[1, 1] = both[0, 1]  # the second head of a row of 70 tokens reads another's
@@ -255,8 +255,8 @@ def test_rows_that_are_watched_are_left_to_triton(monkeypatch):
     step = step_of([(1, 300)], heads=4, dim=64, dtype=BF16)
     geometry = Geometry.of(step.q, step.k_pages, step.v_pages)
     plan = decode.plan(step.kv_lens, step.starts, geometry, paged.Bounds(1, 1, 1, 300))
-    rest = plan.block_m, Scoring(**step.options), HOPPER
-    assert decode._on_gluon(plan, *rest, None) is None  # off until a card has shown it
+    rest = step.q, plan, plan.block_m, Scoring(**step.options), HOPPER, 1
+    assert decode._on_gluon(*rest, None) is None  # off until a card has shown it
     monkeypatch.setattr(decode, "is_on", lambda *_: True)
-    assert decode._on_gluon(plan, *rest, None) is not None
-    assert decode._on_gluon(plan, *rest, object()) is None
+    assert decode._on_gluon(*rest, None) is not None
+    assert decode._on_gluon(*rest, object()) is None

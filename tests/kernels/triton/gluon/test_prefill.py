@@ -1,7 +1,6 @@
 """The prefill of Hopper against the float64 twin, in threads instead of warps."""
 
 import math
-import shutil
 
 import pytest
 import torch
@@ -180,21 +179,13 @@ MUTANTS = {
 
 
 @pytest.mark.parametrize("mutant", MUTANTS)
-def test_a_line_that_orders_warps_is_missed(mutant, tmp_path, monkeypatch):
-    folder = tmp_path / "gluon"
-    shutil.copytree(emulator.FOLDER, folder)
-    name, old, new = MUTANTS[mutant]
-    text = (folder / f"{name}.py").read_text()
-    assert text.count(old) == 1
-    (folder / f"{name}.py").write_text(text.replace(old, new))
-    monkeypatch.setattr(emulator, "FOLDER", folder)
-    monkeypatch.setattr(emulator, "PATIENCE", 0.5)
-    monkeypatch.setattr(emulator, "BREATH", 0.05)
+def test_a_line_that_orders_warps_is_missed(mutant, tmp_path):
     step = step_of([(40, 700)], heads=2, groups=1, dim=128, dtype=torch.bfloat16)
-    module = emulator.emulated("prefill")
-    module.target_of = lambda device: HOPPER
-    with pytest.raises((AssertionError, TimeoutError)):
-        check(step, attend(module, step))
+    with emulator.mutated(*MUTANTS[mutant], tmp_path / "gluon"):
+        module = emulator.emulated("prefill")
+        module.target_of = lambda device: HOPPER
+        with pytest.raises((AssertionError, TimeoutError)):
+            check(step, attend(module, step))
 
 
 @pytest.mark.parametrize("causal", [True, False])
