@@ -1,8 +1,7 @@
 """Attention of two groups of warps to latents, and the warp that copies for them.
 
 Parts of a tile have rings of their own, as `latents.py` says. What groups tell each other goes
-through one tile of weights and a number a row; its barriers say when it is full, when it is empty,
-and, for sums that wait for them, when the next tile's scores were made.
+through a ring as well, of tiles of weights and a number a row.
 """
 
 from __future__ import annotations
@@ -145,19 +144,20 @@ def _weights(
 
 
 @gluon.jit
-def _show(exchange, weights, fade, shown):
-    """Gives the other group a tile's weights, once it has multiplied those before them.
+def _show(exchange, weights, fade, shown, SIZES: gl.constexpr):
+    """Gives the other group a tile's weights, once it has multiplied those before in their place.
 
     By `fade` it multiplies its sums.
     """
-    w_tile, fades, full, empty, _ = exchange
-    mbarrier.wait(empty, shown % 2 ^ 1)
+    w_ring, fades, full, empty = exchange
+    place = shown % SIZES.shown
+    mbarrier.wait(empty.index(place), shown // SIZES.shown % 2 ^ 1)
     if weights is not None:
-        w_tile.store(weights)
-    fades.store(fade)
+        w_ring.index(place).store(weights)
+    fades.index(place).store(fade)
     fence_async_shared()
     barrier()
-    mbarrier.arrive(full, count=1)
+    mbarrier.arrive(full.index(place), count=1)
 
 
 @gluon.jit
@@ -202,7 +202,8 @@ def attend_left(
     lse_ptr, sums_ptr, most_parts = results[1], results[3], results[4]
     q_full, q_empty = queries[6], queries[7]
     left_ring, left_empty, rest_empty = rings[0], rings[4][0], rings[4][2]
-    w_tile, scored = exchange[0], exchange[4]
+    dtype: gl.constexpr = exchange[0].dtype
+    BLOCK_N: gl.constexpr = SIZES.block_n
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, SIZES.block_n, 16])
     O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
     W_LAYOUT: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=O_LAYOUT, k_width=2)
@@ -224,29 +225,38 @@ def attend_left(
         barrier()
         mbarrier.arrive(rest_empty.index(count % SIZES.stages), count=1)
         count += 1
+        if SIZES.ahead:
+            operand = gl.zeros([GROUP_M, BLOCK_N], dtype, W_LAYOUT)
         for at in range(1, high - low):
             place = (count - 1) % SIZES.stages
             start = (high - at) * SIZES.block_n
             left = left_ring.index(place)
+            following = scores
+            if SIZES.ahead:
+                following = _scores(queries, rings, count, S_LAYOUT, SIZES)
             blank(left, start, begin, end, LAYOUT, SIZES)
             weights, fade, top, total = _weights(
-                *(scores, start, begin, end, scale, top, total, w_tile.dtype, S_LAYOUT, SIZES)
+                *(scores, start, begin, end, scale, top, total, dtype, S_LAYOUT, SIZES)
             )
+            if SIZES.ahead:  # what the tile before was multiplied by, behind this tile's scores
+                acc, operand = warpgroup_mma_wait(3, deps=[acc, operand])
+                barrier()
+                before = (count - 2 + SIZES.stages) % SIZES.stages
+                mbarrier.arrive(left_empty.index(before), count=1, pred=at > 1)
             acc = acc * gl.expand_dims(gl.convert_layout(fade, O_ROWS), 1)
             operand = gl.convert_layout(weights, W_LAYOUT)
             acc = warpgroup_mma(operand, left, acc, is_async=True)
-            if not SIZES.late:
-                _show(exchange, weights, fade, shown)
-            scores = _scores(queries, rings, count, S_LAYOUT, SIZES)
-            if SIZES.late:  # the other group has time, and these scores have none
-                _show(exchange, weights, fade, shown)
-            acc, operand = warpgroup_mma_wait(3, deps=[acc, operand])
-            barrier()
-            mbarrier.arrive(left_empty.index(place), count=1)
-            scores = warpgroup_mma_wait(0, deps=[scores])
+            _show(exchange, weights, fade, shown, SIZES)
+            if SIZES.ahead:
+                scores = warpgroup_mma_wait(1, deps=[following])
+            else:
+                scores = _scores(queries, rings, count, S_LAYOUT, SIZES)
+                acc, operand = warpgroup_mma_wait(3, deps=[acc, operand])
+                barrier()
+                mbarrier.arrive(left_empty.index(place), count=1)
+                scores = warpgroup_mma_wait(0, deps=[scores])
             barrier()
             mbarrier.arrive(rest_empty.index(count % SIZES.stages), count=1)
-            mbarrier.arrive(scored, count=1)
             count += 1
             shown += 1
 
@@ -256,13 +266,17 @@ def attend_left(
         left = left_ring.index(place)
         blank(left, start, begin, end, LAYOUT, SIZES)
         weights, fade, top, total = _weights(
-            *(scores, start, begin, end, scale, top, total, w_tile.dtype, S_LAYOUT, SIZES)
+            *(scores, start, begin, end, scale, top, total, dtype, S_LAYOUT, SIZES)
         )
+        if SIZES.ahead:
+            acc, operand = warpgroup_mma_wait(0, deps=[acc, operand])
+            barrier()
+            before = (count - 2 + SIZES.stages) % SIZES.stages
+            mbarrier.arrive(left_empty.index(before), count=1, pred=high - low > 1)
         acc = acc * gl.expand_dims(gl.convert_layout(fade, O_ROWS), 1)
         operand = gl.convert_layout(weights, W_LAYOUT)
         acc = warpgroup_mma(operand, left, acc, is_async=True)
-        _show(exchange, weights, fade, shown)
-        mbarrier.arrive(scored, count=1)
+        _show(exchange, weights, fade, shown, SIZES)
         acc, operand = warpgroup_mma_wait(0, deps=[acc, operand])
         barrier()
         mbarrier.arrive(left_empty.index(place), count=1)
@@ -277,7 +291,7 @@ def attend_left(
         else:
             to = sums_ptr + (partial.to(gl.int64) * most_parts + part) * SIZES.num_heads
             gl.store(to + head, sums, mask=head < last)
-        _show(exchange, None, 1.0 / safe, shown + 1)  # last: it waits for the other group
+        _show(exchange, None, 1.0 / safe, shown + 1, SIZES)  # last: it waits for the other group
         shown += 2
 
 
@@ -286,7 +300,7 @@ def attend_right(work, results, rings, exchange, SIZES: gl.constexpr):
     """The group that sums the right half, by weights that the other group gives it."""
     total_items = work[1]
     right_ring, right_full, right_empty = rings[1], rings[3][1], rings[4][1]
-    w_tile, fades, full, empty, scored = exchange
+    w_ring, fades, full, empty = exchange
     O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0])
     O_ROWS: gl.constexpr = gl.SliceLayout(1, O_LAYOUT)
@@ -301,22 +315,22 @@ def attend_right(work, results, rings, exchange, SIZES: gl.constexpr):
             place = count % SIZES.stages
             right = right_ring.index(place)
             mbarrier.wait(right_full.index(place), count // SIZES.stages % 2)
-            mbarrier.wait(full, shown % 2)
-            fade = fades.load(O_ROWS)
+            given = shown % SIZES.shown
+            mbarrier.wait(full.index(given), shown // SIZES.shown % 2)
+            fade = fades.index(given).load(O_ROWS)
             acc = acc * gl.expand_dims(fade, 1)
             blank(right, (high - 1 - at) * SIZES.block_n, begin, end, LAYOUT, SIZES)
-            if SIZES.late:
-                mbarrier.wait(scored, count % 2)
-            acc = warpgroup_mma(w_tile, right, acc, is_async=True)
+            acc = warpgroup_mma(w_ring.index(given), right, acc, is_async=True)
             acc = warpgroup_mma_wait(0, deps=[acc])
             barrier()
-            mbarrier.arrive(empty, count=1)
+            mbarrier.arrive(empty.index(given), count=1)
             mbarrier.arrive(right_empty.index(place), count=1)
             count += 1
             shown += 1
-        mbarrier.wait(full, shown % 2)
-        factor = fades.load(O_ROWS)
+        given = shown % SIZES.shown
+        mbarrier.wait(full.index(given), shown // SIZES.shown % 2)
+        factor = fades.index(given).load(O_ROWS)
         barrier()
-        mbarrier.arrive(empty, count=1)
+        mbarrier.arrive(empty.index(given), count=1)
         shown += 1
         _store(acc, factor, results, found, HALF, O_LAYOUT, SIZES)

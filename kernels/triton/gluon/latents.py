@@ -6,8 +6,7 @@ a ring of its own: the left half of V, its right half, and what K has beyond V.
 
 - The group `attend_left` multiplies queries with all three parts, makes weights of the scores, and
   sums the left half, whose 64 x 256 sums are all that a group's registers hold.
-- The group `attend_right` sums the right half with the same weights, out of shared memory. It
-  waits for the next tile's scores, so that its product runs while weights are made of those.
+- The group `attend_right` sums the right half with the same weights, out of shared memory.
 - A warp copies parts as soon as the last product that reads them has ended.
 
 A tile's scores take 1,152 cycles of the tensor cores, its sums twice 512 (128 FLOP a byte for 64
@@ -45,14 +44,17 @@ class Tuning(NamedTuple):
     """Tokens a tile, tiles in a ring, registers of a thread that multiplies and of one that copies.
 
     Attributes:
-        late: whether right sums wait for the next tile's scores.
+        shown: places for weights on their way to the other group.
+        ahead: whether the next tile's scores are made while weights are made of this tile's, for
+            which three tiles are in the ring at once.
     """
 
     block_n: int = 64
     stages: int = 2
     multiplying: int = 232
     copying: int = 40
-    late: bool = True
+    shown: int = 1
+    ahead: bool = False
 
 
 TUNING = Tuning()
@@ -78,7 +80,8 @@ class Sizes(NamedTuple):
     block_n: int
     stages: int
     registers: tuple[int, int]
-    late: bool
+    shown: int
+    ahead: bool
 
 
 @gluon.jit(do_not_specialize=["table_stride", "q_rows", "most_parts"])
@@ -104,6 +107,7 @@ def _latents_hopper(
     """Programs of two groups that multiply, and a warp that copies for both."""
     STAGES: gl.constexpr = SIZES.stages
     BLOCK_N: gl.constexpr = SIZES.block_n
+    SHOWN: gl.constexpr = SIZES.shown
     dtype: gl.constexpr = half_desc.dtype
     words: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     by_place: gl.constexpr = mbarrier.MBarrierLayout()
@@ -113,15 +117,20 @@ def _latents_hopper(
     left = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, HALF], half_desc.layout)
     right = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, HALF], half_desc.layout)
     rest = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, REST], rest_desc.layout)
-    w_tile = gl.allocate_shared_memory(dtype, [GROUP_M, BLOCK_N], half_desc.layout)
-    fades = gl.allocate_shared_memory(gl.float32, [GROUP_M], words)
+    w_layout: gl.constexpr = gl.NVMMASharedLayout(
+        128 if BLOCK_N >= 64 else 64, dtype.primitive_bitwidth, 2
+    )
+    w_ring = gl.allocate_shared_memory(dtype, [SHOWN, GROUP_M, BLOCK_N], w_layout)
+    fades = gl.allocate_shared_memory(gl.float32, [SHOWN, GROUP_M], words)
     left_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], by_place)
     right_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], by_place)
     rest_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], by_place)
     left_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], by_place)
     right_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], by_place)
     rest_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], by_place)
-    between = gl.allocate_shared_memory(gl.int64, [5, 1], by_place)  # the groups
+    w_full = gl.allocate_shared_memory(gl.int64, [SHOWN, 1], by_place)
+    w_empty = gl.allocate_shared_memory(gl.int64, [SHOWN, 1], by_place)
+    asked = gl.allocate_shared_memory(gl.int64, [2, 1], by_place)  # of queries
     for place in gl.static_range(STAGES):
         mbarrier.init(left_full.index(place), count=1)
         mbarrier.init(right_full.index(place), count=1)
@@ -129,16 +138,19 @@ def _latents_hopper(
         mbarrier.init(left_empty.index(place), count=1)
         mbarrier.init(right_empty.index(place), count=1)
         mbarrier.init(rest_empty.index(place), count=1)
-    for number in gl.static_range(5):
-        mbarrier.init(between.index(number), count=1)
+    for place in gl.static_range(SHOWN):
+        mbarrier.init(w_full.index(place), count=1)
+        mbarrier.init(w_empty.index(place), count=1)
+    q_full, q_empty = asked.index(0), asked.index(1)
+    mbarrier.init(q_full, count=1)
+    mbarrier.init(q_empty, count=1)
     fence_async_shared()
     work = items_ptr, gl.load(total_ptr), parts_ptr
     full = left_full, right_full, rest_full
     empty = left_empty, right_empty, rest_empty
     rings = left, right, rest, full, empty
-    q_full, q_empty = between.index(3), between.index(4)
     queries = q_half_desc, q_rest_desc, q_rows, q_left, q_right, q_rest, q_full, q_empty
-    exchange = w_tile, fades, between.index(0), between.index(1), between.index(2)
+    exchange = w_ring, fades, w_full, w_empty
     results = out_ptr, lse_ptr, partial_ptr, sums_ptr, most_parts
     source = table_ptr, table_stride, half_desc, rest_desc
     gl.warp_specialize(
@@ -216,6 +228,7 @@ def _launcher(geometry: Geometry, heads: int, tune: Tuning, target: Target) -> L
         block_n=tune.block_n,
         stages=tune.stages,
         registers=(tune.multiplying, tune.copying),
-        late=tune.late,
+        shown=tune.shown,
+        ahead=tune.ahead,
     )
     return Launcher(_latents_hopper, target, {"SIZES": sizes}, NUM_WARPS, tune.stages)

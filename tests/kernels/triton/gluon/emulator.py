@@ -359,6 +359,15 @@ def _no_layout(*_: Any, **__: Any) -> None:
     return None
 
 
+class SharedLayout:
+    """Layouts that are asked for by their class, too."""
+
+    def __init__(self, *_: Any) -> None:
+        pass
+
+    get_default_for = staticmethod(_no_layout)
+
+
 def _jit(function: Any = None, **_: Any) -> Any:
     return function if function is not None else _jit
 
@@ -397,13 +406,13 @@ LANGUAGE = SimpleNamespace(
     DotOperandLayout=_no_layout,
     NVMMADistributedLayout=_no_layout,
     SwizzledSharedLayout=_no_layout,
-    NVMMASharedLayout=SimpleNamespace(get_default_for=_no_layout),
+    NVMMASharedLayout=SharedLayout,
 )
 BARRIERS = SimpleNamespace(
     MBarrierLayout=lambda: "barriers",
     init=lambda one, count: one.init(count),
     expect=lambda one, size: one.expect(size),
-    arrive=lambda one, count: one.arrive(count),
+    arrive=lambda one, count, pred=True: one.arrive(count) if pred else None,
     wait=lambda one, phase: one.wait(phase),
 )
 MODULES: dict[str, dict[str, Any]] = {

@@ -104,10 +104,16 @@ def test_heads_pages_and_layouts_agree_with_the_twin(hopper, shape):
     check(step, attend(hopper, step))
 
 
-@pytest.mark.parametrize("late", [True, False])
-def test_right_sums_may_wait_or_not(hopper, late, monkeypatch):
-    monkeypatch.setattr(hopper, "TUNING", hopper.TUNING._replace(late=late))
-    step = latents([(1, 500), (1, 130), (1, 260)])
+TUNINGS = {
+    "tiles of 32": {"block_n": 32, "stages": 4, "shown": 2},
+    "scores ahead, tiles of 32": {"block_n": 32, "stages": 4, "shown": 2, "ahead": True},
+}
+
+
+@pytest.mark.parametrize("name", TUNINGS)
+def test_tunings_agree_with_the_twin(hopper, name, monkeypatch):
+    monkeypatch.setattr(hopper, "TUNING", hopper.TUNING._replace(**TUNINGS[name]))
+    step = latents([(1, 500), (1, 130), (1, 260), (1, 20)])
     check(step, attend(hopper, step))
 
 
@@ -144,45 +150,45 @@ def test_slots_that_nobody_wrote_have_to_be_blanked(hopper, monkeypatch):
 MUTANTS = {
     "no fence behind weights that the other group multiplies": (
         "attend_latents",
-        "    fades.store(fade)\n    fence_async_shared()\n",
-        "    fades.store(fade)\n",
+        "    fades.index(place).store(fade)\n    fence_async_shared()\n",
+        "    fades.index(place).store(fade)\n",
     ),
     "weights that other warps have not stored yet": (
         "attend_latents",
-        "    barrier()\n    mbarrier.arrive(full, count=1)\n",
-        "    mbarrier.arrive(full, count=1)\n",
+        "    barrier()\n    mbarrier.arrive(full.index(place), count=1)\n",
+        "    mbarrier.arrive(full.index(place), count=1)\n",
     ),
     "weights of the next tile over those that are still multiplied": (
         "attend_latents",
-        "    mbarrier.wait(empty, shown % 2 ^ 1)\n",
+        "    mbarrier.wait(empty.index(place), shown // SIZES.shown % 2 ^ 1)\n",
         "",
     ),
     "weights that are read before they are there": (
         "attend_latents",
-        "            mbarrier.wait(full, shown % 2)\n            fade",
-        "            mbarrier.wait(full, shown % 2 ^ 1)\n            fade",
+        "            mbarrier.wait(full.index(given), shown // SIZES.shown % 2)\n            fade",
+        "            mbarrier.wait(full.index(given), shown // SIZES.shown % 2 ^ 1)\n            fade",
     ),
     "the right half given away before its product was waited for": (
         "attend_latents",
         "            acc = warpgroup_mma_wait(0, deps=[acc])\n            barrier()\n"
-        "            mbarrier.arrive(empty, count=1)\n"
+        "            mbarrier.arrive(empty.index(given), count=1)\n"
         "            mbarrier.arrive(right_empty.index(place), count=1)\n",
         "            mbarrier.arrive(right_empty.index(place), count=1)\n"
         "            acc = warpgroup_mma_wait(0, deps=[acc])\n            barrier()\n"
-        "            mbarrier.arrive(empty, count=1)\n",
+        "            mbarrier.arrive(empty.index(given), count=1)\n",
     ),
     "the left half given away before its product was waited for": (
         "attend_latents",
-        "            acc, operand = warpgroup_mma_wait(3, deps=[acc, operand])\n"
-        "            barrier()\n"
-        "            mbarrier.arrive(left_empty.index(place), count=1)\n",
-        "            mbarrier.arrive(left_empty.index(place), count=1)\n"
-        "            acc, operand = warpgroup_mma_wait(3, deps=[acc, operand])\n",
+        "                acc, operand = warpgroup_mma_wait(3, deps=[acc, operand])\n"
+        "                barrier()\n"
+        "                mbarrier.arrive(left_empty.index(place), count=1)\n",
+        "                mbarrier.arrive(left_empty.index(place), count=1)\n"
+        "                acc, operand = warpgroup_mma_wait(3, deps=[acc, operand])\n",
     ),
     "sums that are used while they are made": (
         "attend_latents",
-        "warpgroup_mma_wait(3, deps=[acc, operand])",
-        "warpgroup_mma_wait(4, deps=[acc, operand])",
+        "SIZES)\n                acc, operand = warpgroup_mma_wait(3, deps=[acc, operand])",
+        "SIZES)\n                acc, operand = warpgroup_mma_wait(4, deps=[acc, operand])",
     ),
     "a half that is not waited for": (
         "attend_latents",
@@ -191,15 +197,15 @@ MUTANTS = {
     ),
     "columns behind V that are not given back": (
         "attend_latents",
-        "            mbarrier.arrive(rest_empty.index(count % SIZES.stages), count=1)\n"
-        "            mbarrier.arrive(scored, count=1)\n",
-        "            mbarrier.arrive(scored, count=1)\n",
+        "            barrier()\n"
+        "            mbarrier.arrive(rest_empty.index(count % SIZES.stages), count=1)\n",
+        "            barrier()\n",
     ),
     "a last factor that is not given back": (
         "attend_latents",
-        "        factor = fades.load(O_ROWS)\n        barrier()\n"
-        "        mbarrier.arrive(empty, count=1)\n",
-        "        factor = fades.load(O_ROWS)\n        barrier()\n",
+        "        factor = fades.index(given).load(O_ROWS)\n        barrier()\n"
+        "        mbarrier.arrive(empty.index(given), count=1)\n",
+        "        factor = fades.index(given).load(O_ROWS)\n        barrier()\n",
     ),
     "queries that are not waited for": (
         "attend_latents",
