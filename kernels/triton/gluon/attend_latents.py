@@ -226,60 +226,80 @@ def attend_left(
         mbarrier.arrive(rest_empty.index(count % SIZES.stages), count=1)
         count += 1
         if SIZES.ahead:
-            operand = gl.zeros([GROUP_M, BLOCK_N], dtype, W_LAYOUT)
-        for at in range(1, high - low):
-            place = (count - 1) % SIZES.stages
-            start = (high - at) * SIZES.block_n
-            left = left_ring.index(place)
-            following = scores
-            if SIZES.ahead:
-                following = _scores(queries, rings, count, S_LAYOUT, SIZES)
-            blank(left, start, begin, end, LAYOUT, SIZES)
+            start = (high - 1) * BLOCK_N
+            blank(left_ring.index((count - 1) % SIZES.stages), start, begin, end, LAYOUT, SIZES)
             weights, fade, top, total = _weights(
                 *(scores, start, begin, end, scale, top, total, dtype, S_LAYOUT, SIZES)
             )
-            if SIZES.ahead:  # what the tile before was multiplied by, behind this tile's scores
-                acc, operand = warpgroup_mma_wait(3, deps=[acc, operand])
-                barrier()
-                before = (count - 2 + SIZES.stages) % SIZES.stages
-                mbarrier.arrive(left_empty.index(before), count=1, pred=at > 1)
-            acc = acc * gl.expand_dims(gl.convert_layout(fade, O_ROWS), 1)
-            operand = gl.convert_layout(weights, W_LAYOUT)
-            acc = warpgroup_mma(operand, left, acc, is_async=True)
             _show(exchange, weights, fade, shown, SIZES)
-            if SIZES.ahead:
-                scores = warpgroup_mma_wait(1, deps=[following])
-            else:
+            shown += 1
+            operand = gl.convert_layout(weights, W_LAYOUT)
+            for at in range(1, high - low):
+                # While the next tile's weights are made, this tile's are multiplied.
+                place = (count - 1) % SIZES.stages
+                following = count % SIZES.stages
+                start = (high - 1 - at) * BLOCK_N
+                scores = _scores(queries, rings, count, S_LAYOUT, SIZES)
+                acc = warpgroup_mma(operand, left_ring.index(place), acc, is_async=True)
+                scores = warpgroup_mma_wait(1, deps=[scores])
+                barrier()
+                mbarrier.arrive(rest_empty.index(following), count=1)
+                blank(left_ring.index(following), start, begin, end, LAYOUT, SIZES)
+                weights, fade, top, total = _weights(
+                    *(scores, start, begin, end, scale, top, total, dtype, S_LAYOUT, SIZES)
+                )
+                _show(exchange, weights, fade, shown, SIZES)
+                acc, operand = warpgroup_mma_wait(0, deps=[acc, operand])
+                barrier()
+                mbarrier.arrive(left_empty.index(place), count=1)
+                acc = acc * gl.expand_dims(gl.convert_layout(fade, O_ROWS), 1)
+                operand = gl.convert_layout(weights, W_LAYOUT)
+                count += 1
+                shown += 1
+            mbarrier.arrive(q_empty, count=1)  # behind the barrier of the last scores
+            place = (count - 1) % SIZES.stages
+            acc = warpgroup_mma(operand, left_ring.index(place), acc, is_async=True)
+            acc, operand = warpgroup_mma_wait(0, deps=[acc, operand])
+            barrier()
+            mbarrier.arrive(left_empty.index(place), count=1)
+        else:
+            for at in range(1, high - low):
+                place = (count - 1) % SIZES.stages
+                start = (high - at) * BLOCK_N
+                left = left_ring.index(place)
+                blank(left, start, begin, end, LAYOUT, SIZES)
+                weights, fade, top, total = _weights(
+                    *(scores, start, begin, end, scale, top, total, dtype, S_LAYOUT, SIZES)
+                )
+                acc = acc * gl.expand_dims(gl.convert_layout(fade, O_ROWS), 1)
+                operand = gl.convert_layout(weights, W_LAYOUT)
+                acc = warpgroup_mma(operand, left, acc, is_async=True)
+                _show(exchange, weights, fade, shown, SIZES)
                 scores = _scores(queries, rings, count, S_LAYOUT, SIZES)
                 acc, operand = warpgroup_mma_wait(3, deps=[acc, operand])
                 barrier()
                 mbarrier.arrive(left_empty.index(place), count=1)
                 scores = warpgroup_mma_wait(0, deps=[scores])
-            barrier()
-            mbarrier.arrive(rest_empty.index(count % SIZES.stages), count=1)
-            count += 1
+                barrier()
+                mbarrier.arrive(rest_empty.index(count % SIZES.stages), count=1)
+                count += 1
+                shown += 1
+            mbarrier.arrive(q_empty, count=1)  # behind the barrier of the last scores
+            place = (count - 1) % SIZES.stages
+            start = low * BLOCK_N
+            left = left_ring.index(place)
+            blank(left, start, begin, end, LAYOUT, SIZES)
+            weights, fade, top, total = _weights(
+                *(scores, start, begin, end, scale, top, total, dtype, S_LAYOUT, SIZES)
+            )
+            acc = acc * gl.expand_dims(gl.convert_layout(fade, O_ROWS), 1)
+            operand = gl.convert_layout(weights, W_LAYOUT)
+            acc = warpgroup_mma(operand, left, acc, is_async=True)
+            _show(exchange, weights, fade, shown, SIZES)
             shown += 1
-
-        mbarrier.arrive(q_empty, count=1)  # behind the barrier of the last scores
-        place = (count - 1) % SIZES.stages
-        start = low * SIZES.block_n
-        left = left_ring.index(place)
-        blank(left, start, begin, end, LAYOUT, SIZES)
-        weights, fade, top, total = _weights(
-            *(scores, start, begin, end, scale, top, total, dtype, S_LAYOUT, SIZES)
-        )
-        if SIZES.ahead:
             acc, operand = warpgroup_mma_wait(0, deps=[acc, operand])
             barrier()
-            before = (count - 2 + SIZES.stages) % SIZES.stages
-            mbarrier.arrive(left_empty.index(before), count=1, pred=high - low > 1)
-        acc = acc * gl.expand_dims(gl.convert_layout(fade, O_ROWS), 1)
-        operand = gl.convert_layout(weights, W_LAYOUT)
-        acc = warpgroup_mma(operand, left, acc, is_async=True)
-        _show(exchange, weights, fade, shown, SIZES)
-        acc, operand = warpgroup_mma_wait(0, deps=[acc, operand])
-        barrier()
-        mbarrier.arrive(left_empty.index(place), count=1)
+            mbarrier.arrive(left_empty.index(place), count=1)
 
         safe = gl.where(total > 0, total, 1.0)
         _store(acc, gl.convert_layout(1.0 / safe, O_ROWS), results, found, 0, O_LAYOUT, SIZES)
@@ -291,8 +311,8 @@ def attend_left(
         else:
             to = sums_ptr + (partial.to(gl.int64) * most_parts + part) * SIZES.num_heads
             gl.store(to + head, sums, mask=head < last)
-        _show(exchange, None, 1.0 / safe, shown + 1, SIZES)  # last: it waits for the other group
-        shown += 2
+        _show(exchange, None, 1.0 / safe, shown, SIZES)  # last: it waits for the other group
+        shown += 1
 
 
 @gluon.jit

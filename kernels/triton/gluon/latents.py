@@ -45,8 +45,8 @@ class Tuning(NamedTuple):
 
     Attributes:
         shown: places for weights on their way to the other group.
-        ahead: whether the next tile's scores are made while weights are made of this tile's, for
-            which three tiles are in the ring at once.
+        ahead: whether left sums run while the next tile's weights are made, and not before its
+            scores; two tiles are then in use at once.
     """
 
     block_n: int = 64

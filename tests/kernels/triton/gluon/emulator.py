@@ -412,7 +412,7 @@ BARRIERS = SimpleNamespace(
     MBarrierLayout=lambda: "barriers",
     init=lambda one, count: one.init(count),
     expect=lambda one, size: one.expect(size),
-    arrive=lambda one, count, pred=True: one.arrive(count) if pred else None,
+    arrive=lambda one, count: one.arrive(count),
     wait=lambda one, phase: one.wait(phase),
 )
 MODULES: dict[str, dict[str, Any]] = {
