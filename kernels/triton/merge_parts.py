@@ -14,9 +14,10 @@ from torch import Tensor
 
 from .attend import natural
 from .launch import Launcher, Target, target_of
-from .tile import WIDEST
 
-AT_ONCE: tl.constexpr = tl.constexpr(32)  # parts whose outputs registers hold
+# Parts whose outputs registers hold: 32 elements of a thread, so that 8 programs of wide heads fit
+# beside each other and one loads while another waits.
+MOST_AT_ONCE, AT_ONCE_ELEMENTS, WARPS = 32, 4096, 4
 
 
 @triton.jit(do_not_specialize=["most_new", "most_parts"])
@@ -32,6 +33,7 @@ def _merge(
     NUM_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    AT_ONCE: tl.constexpr,
 ):
     """One program weighs all parts of one query and head by their log-sum-exp.
 
@@ -104,9 +106,11 @@ def merge_parts(
 
 @functools.cache
 def _launcher(num_heads: int, head_dim: int, dtype: torch.dtype, target: Target) -> Launcher:
+    block_d = triton.next_power_of_2(head_dim)
     static = {
         "NUM_HEADS": num_heads,
         "HEAD_DIM": head_dim,
-        "BLOCK_D": triton.next_power_of_2(head_dim),
+        "BLOCK_D": block_d,
+        "AT_ONCE": min(MOST_AT_ONCE, AT_ONCE_ELEMENTS // block_d),
     }
-    return Launcher(_merge, target, static, 4 if head_dim <= WIDEST.value else 8, 1)
+    return Launcher(_merge, target, static, WARPS, 1)
