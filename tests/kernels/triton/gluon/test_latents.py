@@ -104,9 +104,11 @@ def test_heads_pages_and_layouts_agree_with_the_twin(hopper, shape):
     check(step, attend(hopper, step))
 
 
+FINE = {"block_n": 32, "stages": 4, "shown": 2}
 TUNINGS = {
-    "tiles of 32": {"block_n": 32, "stages": 4, "shown": 2},
-    "scores ahead, tiles of 32": {"block_n": 32, "stages": 4, "shown": 2, "ahead": True},
+    "tiles of 32": FINE,
+    "tiles of 32, their scores ahead": FINE | {"ahead": True},
+    "tiles of 64, their scores ahead": {"ahead": True},
 }
 
 
