@@ -147,10 +147,14 @@ class StepRunner:
             return self._hand_out(outcome, rows, flight.chosen)
         logits = self._logits(batch)
         try:
-            chosen = choose(rows, logits, self.logprobs, self._ranks)
             fed, _ = flight.chosen.read()  # the device is busy with the step just launched
+            if flight.chosen.corrected:  # that step was fed other tokens
+                self.cache.abort(batch.step)
+                return self._hand_out(outcome, rows, flight.chosen)
+            chosen = choose(rows, logits, self.logprobs, self._ranks)
         except BaseException:
-            self.cache.abort(batch.step)
+            if batch.step.state == "open":
+                self.cache.abort(batch.step)
             raise
         self._commit(outcome, batch.num_fed, fed)
         self._hand_out(outcome, rows, flight.chosen)

@@ -12,16 +12,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from transformers import LogitsProcessorList, StoppingCriteriaList
 
-from pagedkv.kernels.sending import sent
 from pagedkv.ranks import ALONE, Ranks
 
+from .candidates import SORTING, Candidates, among_few, by_all, rules_among_few
+from .drawing import Redrawing, Scored, draw, index_of
 from .logprobs import logprobs_of
 
+UNSURE = 2**32  # added to the id of a row that may have to be drawn for again
 NO_TOKEN = "no token can be chosen: every one is forbidden, or a score is no number"
 
 
@@ -74,6 +75,7 @@ class Chosen:
     Attributes:
         tokens: `[n]` ids on the device.
         errors: by its place why a row could get no token; complete once the tokens were read.
+        corrected: whether a row turned out, as the tokens were read, to get another one.
     """
 
     def __init__(
@@ -83,15 +85,21 @@ class Chosen:
         errors: dict[int, str],
         fine: Tensor | None = None,
         ranks: Ranks = ALONE,
+        redrawing: Redrawing | None = None,
     ) -> None:
-        # A row without a token travels as the complement of an id: one copy, no extra wait.
-        told = tokens if fine is None else torch.where(fine, tokens, ~tokens)
+        # A row without a token travels as the complement of an id, an unsure one as an id and more:
+        # one copy, no extra wait.
+        told = tokens
+        if redrawing is not None:
+            told = torch.where(redrawing.unsure, tokens + UNSURE, tokens)
+        told = told if fine is None else torch.where(fine, told, ~tokens)
         self._reasons, self._ranks = errors, ranks
+        self._redrawing, self.corrected = redrawing, False
         if ranks.size > 1:  # what the others have chosen does not count
             for i in errors:
                 told[i] = ~tokens[i]
             errors, told = {}, ranks.follow(told.contiguous())
-            tokens = told if fine is None else torch.where(told < 0, ~told, told)
+            tokens = told if fine is None else torch.where(told < 0, ~told, told) % UNSURE
             logprobs = None if logprobs is None else ranks.follow(logprobs.contiguous())
         self.tokens, self.errors = tokens, errors
         self._all_fine = fine is None
@@ -107,13 +115,27 @@ class Chosen:
         if self._copied is not None:
             self._copied.synchronize()
         tokens = self._tokens.tolist()
+        logprobs = None if self._logprobs is None else self._logprobs.tolist()
+        if self._redrawing is not None:
+            self._redraw(self._redrawing, tokens, logprobs)
         wrong = [] if self._all_fine else [i for i, token in enumerate(tokens) if token < 0]
         for i in wrong:
             self.errors.setdefault(i, self._reasons.get(i, NO_TOKEN))
             tokens[i] = ~tokens[i]
         if wrong:
             self.errors = self._ranks.share(self.errors)
-        return tokens, None if self._logprobs is None else self._logprobs.tolist()
+        return tokens, logprobs
+
+    def _redraw(
+        self, redrawing: Redrawing, tokens: list[int], logprobs: list[float] | None
+    ) -> None:
+        if unsure := [i for i, token in enumerate(tokens) if token >= UNSURE]:
+            again = self._ranks.share(redrawing.tokens(unsure))
+            for i, (token, logprob) in zip(unsure, again):
+                self.corrected |= token != tokens[i] - UNSURE
+                tokens[i] = token
+                if logprobs is not None:
+                    logprobs[i] = logprob
 
 
 def choose(
@@ -127,49 +149,84 @@ def choose(
         ranks: of which the first one's tokens count, whatever this one has chosen.
     """
     errors: dict[int, str] = {}
+    fine = redrawing = None
     if all(row.rules.is_plain for row in rows):
-        chosen, fine = logits.argmax(-1), None
+        chosen = logits.argmax(-1)
     else:
-        chosen, fine = _by_rules(rows, logits, errors)
+        chosen, fine, late = _by_rules(rows, logits, errors)
+        if late:
+            redrawing = Redrawing(late, len(rows), logits.clone() if with_logprobs else None)
     logprobs = None
     if with_logprobs:
         logprobs = logprobs_of(logits, torch.arange(len(chosen), device=chosen.device), chosen)
-    return Chosen(chosen, logprobs, errors, fine, ranks)
+    return Chosen(chosen, logprobs, errors, fine, ranks, redrawing)
 
 
-def _by_rules(rows: Sequence[Any], logits: Tensor, errors: dict[int, str]) -> tuple[Tensor, Tensor]:
-    """A token of every row, `[n]`, and whether it is one: not all forbidden, none NaN."""
+def _by_rules(
+    rows: Sequence[Any], logits: Tensor, errors: dict[int, str]
+) -> tuple[Tensor, Tensor, list[Scored]]:
+    """A token of every row, `[n]`, and whether it is one: not all forbidden, none NaN.
+
+    The rows among the last may have to be drawn for again, which the host cannot know yet.
+    """
     order, best, tokens = [], [], []
-    drawn: dict[torch.dtype, list[tuple[list[int], Tensor]]] = {}  # as processors have left them
+    drawn: dict[Any, list[Scored]] = {}
     for at in _groups(rows):
-        group, own = [rows[i] for i in at], logits[_places(at, logits.device)]
+        group, own = [rows[i] for i in at], logits[index_of(at, logits.device)]
         first = group[0]
         try:
             if first.rules.is_plain:  # the same as where all rows are, whatever the logits
                 top = torch.zeros(len(at), device=own.device), own.argmax(-1)
             else:
-                scores = _process(group, own.to(torch.float32, copy=True))
+                scores = own.to(torch.float32, copy=True)
                 if first.rules.generator is not None:
-                    drawn.setdefault(scores.dtype, []).append((at, scores))
+                    for part in _scored(at, group, scores):
+                        drawn.setdefault(part.kind, []).append(part)
                     continue
-                top = scores.max(-1)
+                top = _process(group, scores).max(-1)
         except Exception as error:  # whatever a caller's own processor may raise
             errors |= dict.fromkeys(at, reason(error, "choosing a token"))
             top = own.max(-1)  # a valid id, which no row gets
         order += at
         best.append(top[0])
         tokens.append(top[1])
-    for groups in drawn.values():
-        at = [i for places, _ in groups for i in places]
-        top = _draw([rows[i].rules.generator for i in at], [scores for _, scores in groups])
+    for parts in drawn.values():
+        at = [i for part in parts for i in part.at]
+        top = draw([rows[i].rules.generator for i in at], parts)
         order += at
         best.append(top[0])
         tokens.append(top[1])
     chosen, fine = torch.cat(tokens), torch.cat(best) > -torch.inf
     if order != sorted(order):
-        back = _places(sorted(range(len(rows)), key=order.__getitem__), logits.device)
+        back = index_of(sorted(range(len(rows)), key=order.__getitem__), logits.device)
         chosen, fine = chosen[back], fine[back]
-    return chosen, fine
+    every = (part for parts in drawn.values() for part in parts)
+    late = [part for part in every if part.few is not None and not waits(logits.device)]
+    return chosen, fine, late
+
+
+def _scored(at: list[int], group: Sequence[Any], scores: Tensor) -> list[Scored]:
+    """Rows that are alike, ready to be drawn for, by candidates where these are enough."""
+    rules, device = group[0].rules, scores.device
+    known = rules_among_few(rules.processors, scores.shape[1]) if device.type in SORTING else None
+    if known is None:
+        return [Scored(at, _process(group, scores))]
+    begin, width = known
+    scores, rest = _process(group, scores, begin), rules.processors[begin:]
+    few = among_few(rest, scores, width)
+    if not waits(device) or not few.unsure.any():
+        return [Scored(at, scores, few, rest)]
+    sure, unsure = (which.nonzero()[:, 0] for which in (~few.unsure, few.unsure))
+    parts = [Scored([at[i] for i in unsure.tolist()], by_all(rest, scores[unsure]))]
+    if len(sure):
+        few = Candidates(*(each[sure] for each in few))
+        parts.append(Scored([at[i] for i in sure.tolist()], scores[sure], few, rest))
+    return parts
+
+
+def waits(device: torch.device) -> bool:
+    """Whether the host may look at what is computed there: it has waited for it anyway."""
+    return device.type == "cpu"
 
 
 def reason(error: Exception, what: str) -> str:
@@ -177,8 +234,11 @@ def reason(error: Exception, what: str) -> str:
     return f"{type(error).__name__} while {what}" + (f": {error}" if str(error) else "")
 
 
-def _process(group: Sequence[Any], scores: Tensor) -> Tensor:
+def _process(group: Sequence[Any], scores: Tensor, most: int | None = None) -> Tensor:
     """Scores of rows that are alike after all their processors, each of which keeps the shape.
+
+    Args:
+        most: how many processors, if not all.
 
     Raises:
         TypeError: what a processor returned are no scores.
@@ -187,7 +247,7 @@ def _process(group: Sequence[Any], scores: Tensor) -> Tensor:
     ids = rules.text(group[0].length)
     if rules.looks_back and len(group) > 1:
         ids = torch.cat([row.rules.text(row.length) for row in group])
-    for processor in rules.processors:
+    for processor in rules.processors[:most]:
         scores = processor(ids, scores)
         good = isinstance(scores, Tensor) and scores.is_floating_point()
         if not good or scores.shape != shape or scores.device != device:
@@ -201,23 +261,6 @@ def _process(group: Sequence[Any], scores: Tensor) -> Tensor:
     return scores
 
 
-def _draw(generators: Sequence[torch.Generator], groups: list[Tensor]) -> Any:
-    """Draws a token for each row: returns the values that it was chosen by, and ids, `[n]` each.
-
-    The rows draw as `torch.multinomial` does, to the bit: its sample of one is `argmax(p / q)` with
-    q exponential. That itself would wait for the device, and what is no distribution would end the
-    process's work on a card instead of the row: here the first of both is NaN then.
-
-    Args:
-        groups: scores of one dtype, `[m, vocab]` each, n rows in all.
-    """
-    probs = (groups[0] if len(groups) == 1 else torch.cat(groups)).softmax(-1)
-    q = torch.empty_like(probs)
-    for row_q, generator in zip(q, generators):
-        row_q.exponential_(1, generator=generator)
-    return torch.div(probs, q, out=q).max(-1)
-
-
 def _groups(rows: Sequence[Any]) -> list[list[int]]:
     """Places of rows that are processed together, ascending."""
     groups: dict[Any, list[int]] = {}
@@ -226,10 +269,3 @@ def _groups(rows: Sequence[Any]) -> list[list[int]]:
         together = (rules.alike, row.length if rules.looks_back else None)
         groups.setdefault(i if rules.alike is None else together, []).append(i)
     return list(groups.values())
-
-
-def _places(at: list[int], device: torch.device) -> Any:
-    """Places as an index that is there without waiting for the device."""
-    if at == list(range(at[0], at[0] + len(at))):
-        return slice(at[0], at[0] + len(at))
-    return sent(np.array(at), device)

@@ -8,6 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from transformers import LogitsProcessor, StoppingCriteria
 
+from pagedkv.batch import candidates, sampling
 from pagedkv.batch.runner import StepRunner
 from pagedkv.batch.sampling import Chosen
 from tests.batch.generating import assert_nothing_held, failing, generator, tokens_alone
@@ -145,6 +146,38 @@ def test_pages_that_run_short_put_rows_back_as_ever(model, launched_early):
     assert stats.preemptions > 0
     assert expected.preemptions > 0
     assert launched_early
+
+
+@pytest.mark.parametrize("logprobs", [False, True])
+def test_a_token_that_is_found_to_be_another_takes_the_step_back_that_was_fed_it(
+    model, launched_early, monkeypatch, logprobs
+):
+    """Where so many scores are equal that `top_k` leaves more tokens than are looked at."""
+    monkeypatch.setattr(candidates, "FEWEST", 4)
+    monkeypatch.setattr(candidates, "SPARE", 1)
+    monkeypatch.setattr(sampling, "waits", lambda device: False)
+    corrected, hook = [], model.lm_head.register_forward_hook(lambda _, args, out: out.round())
+    read = Chosen.read
+
+    def noting(self):
+        got = read(self)
+        corrected.append(self.corrected)
+        return got
+
+    options = {"max_new_tokens": 12, "do_sample": True, "top_k": 4, "top_p": 0.9, "seed": 3}
+    rows, options["logprobs"] = prompts(5, 23, 9), logprobs
+    with monkeypatch.context() as patched:
+        patched.setattr(Chosen, "read", noting)
+        mine, _ = outcome(model, rows, ahead=True, **options)
+    monkeypatch.setattr(sampling, "rules_among_few", lambda processors, vocab: None)
+    theirs, _ = outcome(model, rows, ahead=False, **options)
+    hook.remove()
+    assert launched_early
+    assert True in corrected
+    assert [r.tokens for r in mine] == [r.tokens for r in theirs]
+    if logprobs:
+        for a, b in zip(mine, theirs):
+            assert a.logprobs == pytest.approx(b.logprobs, abs=1e-4)
 
 
 @pytest.mark.parametrize("at_call", range(5))

@@ -178,7 +178,7 @@ class Operators(TorchDispatchMode):
 
 
 # Room, views, and what torch says of a number that becomes a tensor.
-NO_KERNELS = {"aten::empty_like", "aten::unbind", "aten::lift_fresh", "aten::alias"}
+NO_KERNELS = {"aten::empty", "aten::empty_like", "aten::unbind", "aten::lift_fresh", "aten::alias"}
 
 
 def test_a_step_draws_for_all_rows_at_once_whatever_their_processors_and_seeds():
