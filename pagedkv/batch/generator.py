@@ -62,6 +62,7 @@ from .scores.job import ScoreJob
 from .scores.pairs import by_prompt, contexts_of
 from .served import require_here
 from .step_images import StepImages
+from .step_width import default_step_tokens
 from .tried import require_like_alone
 
 if TYPE_CHECKING:
@@ -83,8 +84,9 @@ class BatchGenerator:
         cache: pages to use; default the model's own, shared with its `PagedCache`s.
         plan: what sizes the model's own pages, and the two widths below.
         max_tokens: token slots of those pages; default as for `PagedCache`.
-        step_tokens: most tokens computed in one step, by default the plan's, or 1024. Fewer let
-            decoding rows wait less for prompts, more compute prompts faster.
+        step_tokens: most tokens computed in one step, by default the plan's, or 1024, on a card up
+            to 8192 where it has memory for them. Fewer let decoding rows wait less for prompts,
+            more compute prompts faster.
         verify_width: most tokens of a decoding row in one step, by default the plan's, or 1 (5 with
             a `draft`). All but the first are drafts, looked up in the row's own text; those that
             turn out right are kept. Results are the same for any width, but for `int4`,
@@ -141,14 +143,14 @@ class BatchGenerator:
         if ranks.size > 1:
             given = [one is None for one in (cache, plan, draft)]
             ranks.require_same("arguments", spelled([step_tokens, verify_width, max_tokens, given]))
-        if step_tokens is None:
-            step_tokens = 1024 if plan is None else plan.step_tokens
+        if step_tokens is None and plan is not None:
+            step_tokens = plan.step_tokens
         asked = verify_width
         if verify_width is None:
             verify_width = 1 if plan is None else plan.verify_width
             verify_width = WIDTH if draft is not None and verify_width == 1 else verify_width
         for name, value in (("step_tokens", step_tokens), ("verify_width", verify_width)):
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            if value is not None and (type(value) is not int or value < 1):
                 raise ValueError(f"{name}: expected a positive int, got {value!r}")
         if draft is not None:
             if verify_width == 1:
@@ -156,7 +158,6 @@ class BatchGenerator:
             require_draft(draft, model, tokenizer)
             if cache is None and plan is None and max_tokens is None:
                 max_tokens = tokens_for_both(model, draft, dict(fields))
-        self.step_tokens = step_tokens
         sizes: dict[str, Any] = {"plan": plan, "max_tokens": max_tokens, **fields}
         sizes |= {"cache": cache, "unknown": unknown}
         sizes |= {"pack_weights": pack_weights, "batch_invariant": batch_invariant}
@@ -166,6 +167,9 @@ class BatchGenerator:
         self.tokenizer = tokenizer.tokenizer if is_whole else tokenizer
         self.processor = tokenizer if is_whole else None
         self.model = model = self._packed.model
+        if step_tokens is None:
+            step_tokens = ranks.least(default_step_tokens(model, self.cache.device))
+        self.step_tokens = step_tokens
         try:
             require_like_alone(self._packed, unknown)
             why_one = why_none(self.cache.config)

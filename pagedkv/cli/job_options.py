@@ -109,7 +109,7 @@ MEMORY_OPTIONS = (
     MEMORY(
         "--step-tokens N",
         int | None,
-        "The most tokens computed in one step. [dim]Default: 1024.[/dim]",
+        "The most tokens computed in one step. [dim]Default: 1024; on a card up to 8192.[/dim]",
         min=1,
     ),
     MEMORY(

@@ -17,7 +17,8 @@ from .costs import Costs, Placement, spread
 from .experts import can_read_alone
 from .speed import Machine, seconds_of_pass
 
-NARROW, WIDE, RESIDENT = 128, 8192, 1024  # tokens of a pass: least, most, without streaming
+# Tokens of a pass: least, most, and most where a processor has all weights in memory.
+NARROW, WIDE, RESIDENT = 128, 8192, 1024
 VERIFIED = 16  # tokens of a sequence in one pass; what a decode kernel takes at most
 ACTIVATION_SHARE = 10  # a wider pass may cost one tenth of the memory
 
@@ -127,7 +128,8 @@ def _widths(costs: Costs, streams: bool) -> Iterator[tuple[bool, int, int]]:
     """Widths of a pass, widest first: whether it is narrow, its tokens, those of one sequence."""
     asked = costs.asked
     least = max(NARROW, asked.batch)
-    crossover = _crossover(costs) if streams else RESIDENT
+    resident = WIDE if asked.cuda else RESIDENT
+    crossover = _crossover(costs) if streams else resident
     step = asked.step_tokens or least
     # A state behind a rejected draft cannot be taken back.
     verified = VERIFIED if streams and not costs.has_states else 1

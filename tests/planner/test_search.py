@@ -102,6 +102,16 @@ def test_short_memory_narrows_a_pass_before_it_fails():
     assert 128 < tight.step_tokens < 1024
 
 
+def test_with_all_weights_in_memory_a_card_computes_wider_passes_than_a_processor():
+    sizes = {"device_memory": "80GiB", "batch": 64, "length": 2048}
+    card, processor = (plan_memory(LLAMA_8B, device=device, **sizes) for device in ("cuda", "cpu"))
+    assert (card.step_tokens, processor.step_tokens) == (8192, 1024)
+    assert card.cache.max_step_tokens == 8192
+    small = plan_memory(LLAMA_8B, device_memory="20GiB", batch=4, length=2048)
+    assert not small.streams
+    assert small.step_tokens < 8192, "passes leave memory to pages"
+
+
 def test_widths_follow_the_link():
     slow = plan_memory(LLAMA_8B, device_memory="12GiB", length=8192, link_gbps=12)
     fast = plan_memory(LLAMA_8B, device_memory="12GiB", length=8192, link_gbps=200)
