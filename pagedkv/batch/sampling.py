@@ -116,8 +116,8 @@ class Chosen:
             self._copied.synchronize()
         tokens = self._tokens.tolist()
         logprobs = None if self._logprobs is None else self._logprobs.tolist()
-        if self._redrawing is not None:
-            self._redraw(self._redrawing, tokens, logprobs)
+        if unsure := [i for i, token in enumerate(tokens) if token >= UNSURE]:
+            self._redraw(unsure, tokens, logprobs)
         wrong = [] if self._all_fine else [i for i, token in enumerate(tokens) if token < 0]
         for i in wrong:
             self.errors.setdefault(i, self._reasons.get(i, NO_TOKEN))
@@ -126,16 +126,16 @@ class Chosen:
             self.errors = self._ranks.share(self.errors)
         return tokens, logprobs
 
-    def _redraw(
-        self, redrawing: Redrawing, tokens: list[int], logprobs: list[float] | None
-    ) -> None:
-        if unsure := [i for i, token in enumerate(tokens) if token >= UNSURE]:
-            again = self._ranks.share(redrawing.tokens(unsure))
-            for i, (token, logprob) in zip(unsure, again):
-                self.corrected |= token != tokens[i] - UNSURE
-                tokens[i] = token
-                if logprobs is not None:
-                    logprobs[i] = logprob
+    def _redraw(self, unsure: list[int], tokens: list[int], logprobs: list[float] | None) -> None:
+        again = None
+        if self._ranks.is_first:
+            assert self._redrawing is not None
+            again = self._redrawing.tokens(unsure)
+        for i, (token, logprob) in zip(unsure, self._ranks.share(again)):
+            self.corrected |= token != tokens[i] - UNSURE
+            tokens[i] = token
+            if logprobs is not None:
+                logprobs[i] = logprob
 
 
 def choose(
