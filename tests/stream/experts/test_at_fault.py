@@ -8,8 +8,10 @@ import pytest
 import torch
 
 from pagedkv.errors import CheckpointError, PagedKVError, StreamError
+from pagedkv.stream.experts.memory import PAGE
 from pagedkv.stream.ring import Ring
 from tests.effort import ALL, each_value, sampled
+from tests.stream.experts.residency import pages_of, resident
 from tests.stream.models import decode, in_memory, make, on_read, save, stream
 
 
@@ -64,6 +66,30 @@ def test_a_file_that_shrinks_is_an_error_that_names_the_tensor(folder, monkeypat
         on_read(streamer, monkeypatch, 2, shrink, "experts")
         with pytest.raises(CheckpointError, match=r"experts of layer 0: tensor .*experts"):
             decode(streamer.model, [3])
+
+
+BIG = {"hidden_size": 128, "moe_intermediate_size": 96, "num_experts": 32, "num_experts_per_tok": 4}
+
+
+@pytest.mark.parametrize("memory", ["of rows that stay", "of a call of more"])
+def test_a_read_that_fails_leaves_no_memory_to_what_did_not_come(memory, tmp_path, monkeypatch):
+    folder = save(make("qwen3_moe", **BIG), tmp_path)
+    expected = logits(in_memory(folder), 8)
+
+    def fail(run, memory):
+        raise OSError("this disk is gone")
+
+    with stream(folder, expert_slots=8) as streamer:
+        streamer._passes._most_alone = 1.0
+        with monkeypatch.context() as patched:
+            on_read(streamer, patched, 3, fail, "experts")
+            with pytest.raises(OSError, match="this disk is gone"):
+                logits(streamer.model, 1 if memory == "of rows that stay" else 8)
+        for _, experts in streamer._passes._places.experts:
+            kept = pages_of(experts._places, experts._held)
+            assert resident(experts._memory) == PAGE * len(kept)
+        assert streamer._passes._places._wide._arena is None
+        assert torch.equal(logits(streamer.model, 8), expected)
 
 
 @pytest.mark.parametrize("implementation", ["eager", "batched_mm"])

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from pagedkv.stream.experts import memory as module
 from pagedkv.stream.experts.memory import PAGE, RowMemory, mappings_of, most_mappings
 from pagedkv.stream.weights import Place
-from tests.stream.experts.residency import resident
+from tests.stream.experts.residency import pages_of, resident
 from tests.stream.models import decode, in_memory, make, save, stream
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -48,16 +48,6 @@ def holds(memory, places, row, value):
         == bytes([value]) * place.row_bytes
         for place in places
     )
-
-
-def pages_of(places, rows):
-    """Pages that rows lie on."""
-    return {
-        page
-        for place in places
-        for row in rows
-        for page in range(place.row(row) // PAGE, -(-(place.row(row) + place.row_bytes) // PAGE))
-    }
 
 
 @settings(max_examples=60)
