@@ -65,13 +65,15 @@ def low_rank_update(weight):
     weight.data += torch.randn(rows, 2) @ torch.randn(2, columns)
 
 
-def one_row(weight):
-    """Torch counts this write, samples or not."""
+def one_element(weight):
+    """Torch counts this write, which no sample shows."""
+    before = bits([weight])
     with torch.no_grad():
-        weight[5] += 3.0
+        weight[0, 1] += 50.0
+    assert bits([weight]) == before
 
 
-WRITES = [through_data, through_numpy, through_the_address, data_replaced, low_rank_update, one_row]
+WRITES = [through_data, through_numpy, through_the_address, data_replaced, low_rank_update, one_element]
 
 
 @pytest.mark.parametrize("write", WRITES)
@@ -409,6 +411,18 @@ def test_tensors_that_have_no_elements_here_are_passed_over():
     assert is_stale(before, snapshot(module))
     del module.elsewhere
     assert is_stale(before, snapshot(module))
+
+
+def test_another_tensor_at_the_address_of_one_that_is_gone_is_seen():
+    """Its first elements are the same, and it was written to as often."""
+    memory = bytearray(4 * 500)
+    module = holding(weight=torch.frombuffer(memory, dtype=torch.float32))
+    before = snapshot(module)
+    memory[4] = 1
+    module.weight = nn.Parameter(torch.frombuffer(memory, dtype=torch.float32))
+    after = snapshot(module)
+    assert before[".weight"][1:] == after[".weight"][1:]
+    assert is_stale(before, after)
 
 
 def test_a_look_copies_a_few_elements_of_a_tensor_that_lies_anyhow():
