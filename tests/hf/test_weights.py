@@ -73,7 +73,8 @@ def one_element(weight):
     assert bits([weight]) == before
 
 
-WRITES = [through_data, through_numpy, through_the_address, data_replaced, low_rank_update, one_element]
+WRITES = [through_data, through_numpy, through_the_address, data_replaced]
+WRITES += [low_rank_update, one_element]
 
 
 @pytest.mark.parametrize("write", WRITES)
