@@ -1,7 +1,7 @@
 """Decides which rows a batch job computes next: composes batches, opens steps, lets rows join.
 
-`schedule` composes a batch and opens its step; `book` takes in what the step did. `running.py` has
-the rows that hold pages, `heads.py` says which prompts wait for one another.
+`schedule` composes a batch and opens its step; `book` takes in what the step did. `row_queues.py`
+has the rows that hold pages, `heads.py` says which prompts wait for one another.
 
 Rows join and leave at every step. A step feeds every decoding row its last token and fills what is
 left of its token budget with prompts, in the order of their queue, which may have put those of one
@@ -27,8 +27,8 @@ from .drafts.drafter import Drafter
 from .drafts.prompt_lookup import Lookups
 from .heads import Heads
 from .results import GenerationStats
+from .row_queues import RowQueues
 from .rows import Batch, Outcome, Row
-from .running import Running
 
 LOOKAHEAD = 256  # waiting rows examined a step: what a job of a million prompts may cost
 
@@ -64,7 +64,7 @@ class Scheduler:
         self.most_sampling = most if most_sampling is None else most_sampling
         self.stats = GenerationStats() if stats is None else stats
         self.branches = StateBranches(cache) if cache.config.states else Branches()
-        self.rows = Running(cache, self.branches, self.most_sampling, self.stats, self.drafter)
+        self.rows = RowQueues(cache, self.branches, self.most_sampling, self.stats, self.drafter)
         self._evicts = cache.config.policy is not None
         self._decoding: list[Row] = []
         self._shut_at = -1  # departures when a row could not join: none does until there are more

@@ -22,8 +22,8 @@ from pagedkv.hf.release import shared_out
 from pagedkv.models.checkpoint import Checkpoint
 from pagedkv.models.model import Model
 from pagedkv.planner import MemoryPlan, plan_memory
-from pagedkv.planner.shapes import shape_of
-from pagedkv.planner.sizes import readable
+from pagedkv.planner.byte_sizes import readable
+from pagedkv.planner.model_shape import shape_of
 from pagedkv.ranks import ranks_of
 from pagedkv.storage.memory import tokens_that_fit
 from pagedkv.stream import LayerStreamer, find_folder, measure_experts, measure_link

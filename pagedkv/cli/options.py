@@ -10,7 +10,7 @@ from typing import Any
 from pagedkv.models.weighing import packed_advice
 from pagedkv.names import DTYPES as OTHER_DTYPES
 from pagedkv.names import FIELDS, OPTIONS, meant
-from pagedkv.planner.sizes import size_in_bytes
+from pagedkv.planner.byte_sizes import size_in_bytes
 
 from .errors import UsageError, require_apart
 from .option import Given

@@ -12,10 +12,10 @@ from typing import Any
 
 from pagedkv.errors import BudgetExceeded
 
+from .byte_sizes import largest, readable, rounded_up, size_in_bytes
 from .costs import Asked
+from .model_shape import ModelShape, shape_of
 from .plan import MemoryPlan
-from .shapes import ModelShape, shape_of
-from .sizes import largest, readable, rounded_up, size_in_bytes
 
 MOST_RANKS = 1024
 MOST_BATCH = 1 << 16  # where the search for the largest batch ends

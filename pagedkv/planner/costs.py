@@ -13,8 +13,9 @@ from typing import Literal
 from pagedkv.config import DTYPE_BYTES, CacheConfig, StateLayer, needs_staging
 from pagedkv.models import facts_of, paged_layers, state_tensors
 
+from .model_shape import ModelShape
 from .passes import mixer_bytes
-from .shapes import ModelShape
+from .placement import Placement
 
 RING_DEPTH = 2  # one slot computes while the next one fills; more was measured to gain nothing
 # A CUDA context, and the code and handles that torch and its libraries load into it.
@@ -69,34 +70,6 @@ class Asked(Given):
         if self.max_tokens:
             return pages(self.max_tokens, self.page_size)
         return self.batch * pages(self.length, self.page_size)
-
-
-@dataclass(frozen=True)
-class Placement:
-    """Where weights are and how wide a pass is.
-
-    Attributes:
-        resident: layers that stay on the device.
-        embedding, head: whether these do; with tied weights both or neither.
-        tables: whether larger tables stay: where all weights do.
-        step_tokens: tokens computed in one pass, at most.
-        verify_width: tokens of one sequence computed in one decoding pass.
-        expert_slots: experts of a layer that stay while others come as they are routed to; 0 where
-            they come with their layer. Resident layers are then such without their experts.
-    """
-
-    resident: tuple[int, ...]
-    embedding: bool
-    tables: bool
-    head: bool
-    step_tokens: int
-    verify_width: int
-    expert_slots: int = 0
-
-    def streamed(self, count: int) -> list[int]:
-        """Returns the layers, of `count`, that pass through the ring."""
-        held = set(self.resident)
-        return [i for i in range(count) if i not in held]
 
 
 class Costs:

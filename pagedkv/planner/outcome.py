@@ -7,9 +7,10 @@ from typing import Literal
 
 from pagedkv.config import CacheConfig
 
-from .costs import RING_DEPTH, Given, Placement
-from .shapes import ModelShape
-from .sizes import largest
+from .byte_sizes import largest
+from .costs import RING_DEPTH, Given
+from .model_shape import ModelShape
+from .placement import Placement
 from .speed import Machine, seconds_of_pass, streamed_bytes
 
 

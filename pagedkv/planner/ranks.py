@@ -17,7 +17,7 @@ from pagedkv.models import kv_shapes, layer_kinds
 from pagedkv.models.model import Skeleton
 from pagedkv.models.weights import Weight
 
-from .shapes import ModelShape
+from .model_shape import ModelShape
 
 
 def share_of(whole: ModelShape, ranks: int) -> ModelShape:

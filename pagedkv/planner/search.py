@@ -1,6 +1,6 @@
 """`plan_memory`: checks what is asked, and searches for a plan of it.
 
-`placement.py` divides the device between weights; what is left becomes pages.
+`choice.py` divides the device between weights; what is left becomes pages.
 """
 
 from __future__ import annotations
@@ -14,14 +14,15 @@ from pagedkv.models.model import Model
 from pagedkv.models.names import dtype_name
 
 from .advice import Short, exceeded, with_more
-from .costs import Asked, Costs, Given, Placement, pages, spread
+from .byte_sizes import largest, size_in_bytes
+from .choice import place
+from .costs import Asked, Costs, Given, pages, spread
 from .experts import ALONE, can_read_alone, require_slots
 from .gpus import GPUS, ORDINARY, find_gpu
-from .placement import place
+from .model_shape import ModelShape, shape_of
+from .placement import Placement
 from .plan import MemoryPlan
 from .ranks import share_of
-from .shapes import ModelShape, shape_of
-from .sizes import largest, size_in_bytes
 
 DEFAULT_LENGTH = 2048
 MOST_TOKENS = 1 << 20  # of the pool, for a model that names no longest text

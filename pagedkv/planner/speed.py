@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .costs import Placement
-from .shapes import ModelShape
+from .model_shape import ModelShape
+from .placement import Placement
 
 
 @dataclass(frozen=True)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pagedkv.models.weighing import PACKED
 
+from .byte_sizes import readable
 from .gpus import GPUS, ORDINARY
+from .model_shape import ModelShape
 from .outcome import Outcome
-from .shapes import ModelShape
-from .sizes import readable
 
 NVME = 7.0  # GB/s of a PCIe 4 drive
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from transformers import LlamaForCausalLM
 
 from pagedkv import BatchGenerator
-from pagedkv.batch.running import Running
+from pagedkv.batch.row_queues import RowQueues
 from pagedkv.errors import UnsupportedModelError
 from pagedkv.hf import PagedCache
 from tests.batch.generating import (
@@ -199,7 +199,7 @@ class Watch:
 
     def __init__(self, monkeypatch) -> None:
         self.seen: list[tuple[int, int, int]] = []
-        preempt = Running.preempt
+        preempt = RowQueues.preempt
 
         def noted(running, error):
             before = list(running.running)
@@ -210,7 +210,7 @@ class Watch:
                 if row not in running.running and not row.error
             ]
 
-        monkeypatch.setattr(Running, "preempt", noted)
+        monkeypatch.setattr(RowQueues, "preempt", noted)
 
 
 @pytest.mark.parametrize(("family", "samples"), each_value(["llama", "gemma3"], [3, 1]))

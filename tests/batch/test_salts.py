@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from pagedkv.batch.running import Running
+from pagedkv.batch.row_queues import RowQueues
 from tests.batch.generating import assert_nothing_held, generator, tokens_alone
 from tests.hf.tiny import prompts, tiny
 
@@ -42,11 +42,11 @@ def test_each_prompt_may_have_a_salt_of_its_own(model):
 
 
 def test_rows_that_were_put_back_keep_their_salt(model, monkeypatch):
-    def join_for_nothing(self, row, join=Running.join):
+    def join_for_nothing(self, row, join=RowQueues.join):
         self._share_used = 0.0  # rows are expected to need little, so that pages run short
         join(self, row)
 
-    monkeypatch.setattr(Running, "join", join_for_nothing)
+    monkeypatch.setattr(RowQueues, "join", join_for_nothing)
     rows = prompts(9, 9, 9)
     with generator(model, max_tokens=64) as batched:
         results = batched.generate(rows, salt=b"a", max_new_tokens=24, do_sample=False)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from pagedkv.batch.preemption import Preemption
-from pagedkv.batch.running import Running
+from pagedkv.batch.row_queues import RowQueues
 from pagedkv.batch.step_images import StepImages
 from tests.batch.generating import assert_nothing_held, assert_same, generator
 from tests.effort import few, slow
@@ -129,11 +129,11 @@ def test_samples_of_an_image_fork_and_draw_as_alone(model):
 def test_rows_that_are_put_back_go_on_and_look_again_where_their_image_is_gone(
     model, way, monkeypatch
 ):
-    monkeypatch.setattr(Running, "join", expects_little(Running.join))
+    monkeypatch.setattr(RowQueues, "join", expects_little(RowQueues.join))
     monkeypatch.setattr(Preemption, "_pays", lambda aside, row: True)
     sizes = {"host_tokens": 512} if way == "on the host" else {}
     if way == "forgotten":
-        monkeypatch.setattr(Running, "preempt", forgets(Running.preempt))
+        monkeypatch.setattr(RowQueues, "preempt", forgets(RowQueues.preempt))
     images = [pictured(model, text, seed=i) for i, text in enumerate(prompts(5, 6, 7))]
     each = images[-1]["input_ids"].shape[1]
     sizes |= {"max_tokens": 3 * each + 12}

@@ -3,7 +3,7 @@
 import json
 
 from pagedkv.models.model import Model
-from pagedkv.planner.shapes import shape_of
+from pagedkv.planner.model_shape import shape_of
 
 GIB = 1 << 30
 

@@ -6,7 +6,7 @@ import pytest
 
 from pagedkv import plan_memory
 from pagedkv.errors import CheckpointError, UnsupportedModelError
-from pagedkv.planner.sizes import readable, rounded_up, size_in_bytes
+from pagedkv.planner.byte_sizes import readable, rounded_up, size_in_bytes
 from tests.planner.models import LLAMA_8B, SMOL, save
 
 

@@ -9,7 +9,7 @@ from pagedkv import BudgetExceeded, PagedCache, plan_memory
 from pagedkv.errors import CheckpointMismatch, PagedKVError, UnsupportedModelError
 from pagedkv.models import types_with
 from pagedkv.models.skeleton import find_layers
-from pagedkv.planner.shapes import aligned
+from pagedkv.planner.model_shape import aligned
 from tests.effort import few
 from tests.hf.images import looking, seeing
 from tests.hf.tiny import assert_same_tokens, generate, prompts

@@ -240,13 +240,13 @@ def test_steps_have_no_more_than_the_width(model, monkeypatch, width):
     ("family", "sizes"), each_value(sorted(MODELS), [{}, {"host_tokens": 512}]), ids=str
 )
 def test_rows_that_are_put_back_draft_again(family, sizes, monkeypatch):
-    from pagedkv.batch.running import Running
+    from pagedkv.batch.row_queues import RowQueues
 
-    def join_for_nothing(self, row, join=Running.join):
+    def join_for_nothing(self, row, join=RowQueues.join):
         self._share_used = 0.0  # rows are expected to need little, so that pages run short
         join(self, row)
 
-    monkeypatch.setattr(Running, "join", join_for_nothing)
+    monkeypatch.setattr(RowQueues, "join", join_for_nothing)
     stats, _ = assert_draft_changes_nothing(
         MODELS[family], DRAFTS[family], prompts(9, 9, 9), {"max_tokens": 64, **sizes},
         max_new_tokens=24,

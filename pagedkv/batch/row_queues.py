@@ -27,7 +27,7 @@ from .results import GenerationStats
 from .rows import NOT_RUNNING, Row
 
 
-class Running:
+class RowQueues:
     """Rows of one job on the pages of a cache that others may use as well.
 
     Args:
