@@ -15,7 +15,7 @@ from pagedkv.hf import blocked_weights
 from pagedkv.hf.activations import in_whole_vectors
 from pagedkv.hf.blocked_weights import SAME_BITS
 from pagedkv.kernels.c.library import missing
-from tests.effort import few
+from tests.effort import examples, few, sampled
 from tests.hf.tiny import tiny
 
 pytestmark = pytest.mark.skipif(bool(missing()), reason=missing() or "there is a library")
@@ -80,8 +80,6 @@ def test_no_width_has_an_end_that_is_rounded_otherwise(threads):
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        odd = {"hidden_size": 48, "intermediate_size": 77, "head_dim": 12}
-        assert_same_bits(tiny("llama", **odd), 40, WAYS[:1])
         for module in (nn.SiLU(), nn.GELU(approximate="tanh")):
             for dtype, width in ((torch.float32, 96), (torch.bfloat16, 96), (torch.float32, 77)):
                 x = torch.randn(1, 777, width).mul(4).to(dtype)
@@ -119,11 +117,12 @@ def test_what_would_change_bits_is_refused(fields, reason):
         BatchGenerator(tiny("llama", head_dim=16), max_tokens=512, batch_invariant=True, **fields)
 
 
+@sampled
 @pytest.mark.parametrize("dtype", few([torch.float32, torch.bfloat16], torch.bfloat16), ids=str)
 @pytest.mark.parametrize("family", few(FAMILIES, "gemma3", "phi3"))
 def test_every_family_that_is_not_refused_has_its_bits(family, dtype):
     odd = {"hidden_size": 48, "intermediate_size": 77}
-    assert_same_bits(tiny(family, **odd).to(dtype), 40, WAYS)
+    assert_same_bits(tiny(family, **odd).to(dtype), 40, WAYS[: examples(3, 1)])
 
 
 def test_families_that_no_test_holds_are_refused():

@@ -17,7 +17,7 @@ from tests.hf.tiny import VARIED, named, padded, prompts, tiny
 from tests.hybrids import HYBRIDS, SHARING_BLOCKS, STEPWISE, tiny_hybrid
 
 SIZES = {"max_tokens": 512, "page_size": 4}
-GREEDY = {"max_new_tokens": 8, "do_sample": False}
+GREEDY = {"max_new_tokens": 4, "do_sample": False}  # of which each row begins a page
 
 
 @pytest.fixture
@@ -46,7 +46,7 @@ def answers(model, device, **fields):
     if model.config.model_type in STEPWISE:  # whose rows cannot be packed
         return whole.cpu().tolist()
     generator = BatchGenerator(model, **SIZES, **fields)
-    results = generator.generate(unpadded(batch()), max_new_tokens=8)
+    results = generator.generate(unpadded(batch()), max_new_tokens=4)
     generator.close()
     return whole.cpu().tolist(), [result.tokens for result in results]
 
@@ -60,7 +60,7 @@ def split(model, at=None):
 
 # ------------------------------------------------------------------ as on one device
 
-FAST = "gemma3", "deepseek_v3"  # the tests below have llama
+FAST = ("gemma3",)  # the tests below have llama, and deepseek_v3
 # Their last layers attend to the K and V of the third, and of the second.
 SHARING = {"gemma3n": 1, "gemma4": 1}
 
@@ -105,7 +105,7 @@ def test_latents_are_absorbed_beside_hooks_that_only_move():
 DIVISIBLE = [family for family in HYBRIDS if family not in SHARING_BLOCKS]
 
 
-@pytest.mark.parametrize("family", few(DIVISIBLE, "lfm2", "falcon_h1"))
+@pytest.mark.parametrize("family", few(DIVISIBLE, "lfm2"))
 def test_tokens_of_a_hybrid_are_those_of_one_device(family):
     torch.manual_seed(0)
     model = tiny_hybrid(family)
