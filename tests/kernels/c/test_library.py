@@ -3,6 +3,7 @@
 import hashlib
 import os
 import platform
+import shutil
 import subprocess
 import sys
 import textwrap
@@ -22,8 +23,8 @@ from tests.kernels.truth import check
 ROOT = Path(__file__).resolve().parents[3]
 CONFIG = CacheConfig(1, 1, 16, "float32", max_tokens=64)
 CPU = torch.device("cpu")
-COMPILED = not module.missing()
-needs_compiler = pytest.mark.skipif(not COMPILED, reason=module.missing() or "there is one")
+WHY = module.missing()
+needs_compiler = pytest.mark.skipif(bool(WHY), reason=WHY or "there is one")
 
 
 @pytest.fixture(scope="module")
@@ -51,13 +52,35 @@ def anew(monkeypatch, tmp_path, in_haste):
         found.cache_clear()
 
 
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory, in_haste):
+    """A library that was compiled for this processor."""
+    folder = tmp_path_factory.mktemp("compiled")
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("PAGEDKV_CACHE", str(folder))
+        patched.setenv("CC", in_haste)
+        module._of_this_processor()
+    return kept(folder)[0]
+
+
+@pytest.fixture
+def found(anew, whole):
+    """The same where the next process looks for it."""
+    (anew / "kernels").mkdir(0o700)
+    return Path(shutil.copy2(whole, anew / "kernels"))
+
+
 def kept(folder):
     return sorted((folder / "kernels").glob("*.so"))
 
 
+@pytest.mark.skipif("CC" in os.environ or not shutil.which("cc"), reason="no compiler is at hand")
+def test_a_compiler_that_is_at_hand_makes_a_library_with_all_flags():
+    assert WHY == ""
+
+
 @needs_compiler
-def test_it_is_compiled_once_and_found_by_the_next_process(anew, monkeypatch):
-    monkeypatch.delenv("CC")
+def test_it_is_compiled_once_and_found_by_the_next_process(anew):
     assert choose_backend("auto", CPU) == "c"
     (path,) = kept(anew)
     written = path.stat().st_mtime_ns
@@ -85,15 +108,11 @@ def next_process():
 
 @needs_compiler
 @pytest.mark.parametrize("left", [4000, *slow(0, 20)])
-def test_a_library_that_was_cut_off_is_compiled_again(left, anew):
-    module.library()
-    (path,) = kept(anew)
-    whole = path.read_bytes()
-    path.unlink()  # a new file, because this process has the old one loaded
-    path.write_bytes(whole[:left])
-    path.chmod(0o700)
+def test_a_library_that_was_cut_off_is_compiled_again(left, found):
+    size = found.stat().st_size
+    os.truncate(found, left)
     assert next_process().communicate()[0].strip() == "there"
-    assert path.stat().st_size == len(whole)
+    assert found.stat().st_size == size
 
 
 @needs_compiler
@@ -123,11 +142,8 @@ def test_a_library_without_its_functions_is_none(anew, monkeypatch):
 
 @needs_compiler
 @pytest.mark.parametrize("what", ["the folder", "the library"])
-def test_what_others_may_write_is_not_loaded(what, anew):
-    module.library()
-    (path,) = kept(anew)
-    (path if what == "the library" else path.parent).chmod(0o722)
-    module.library.cache_clear()
+def test_what_others_may_write_is_not_loaded(what, found):
+    (found if what == "the library" else found.parent).chmod(0o722)
     assert "can be written by others" in module.missing()
 
 
