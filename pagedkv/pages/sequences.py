@@ -1,7 +1,6 @@
 """Functions that change ownership between steps: add, fork, truncate, free.
 
-Where pages are few, or promised to other sequences, `add` takes as much of a findable prefix as
-there is room for. A call that raises has changed nothing.
+A call that raises has changed nothing.
 """
 
 from __future__ import annotations
@@ -13,10 +12,10 @@ import numpy as np
 from pagedkv.arrays import Ints, Tokens
 from pagedkv.errors import OutOfPagesError, SequenceTooLongError, TooManySequencesError
 
-from .checkpoints import PrefixKey
+from .matches import Prompt, affordable, at_state, state_key
 from .out_of_pages import out_of_pages
 from .prefix import Match
-from .salts import Chain, Salt
+from .salts import Salt
 from .tables import PageTables
 
 
@@ -46,11 +45,11 @@ def add(
     if tables.states is not None and promise:
         tables.states.require_slot("add")
     prompt = chain, tokens
-    match, owners = _affordable(tables, _at_state(tables, match, prompt), limit, prompt)
+    match, owners = affordable(tables, at_state(tables, match, prompt), limit, prompt)
     row = tables.free_rows[-1]
     if tables.states is not None and not _begin_state(tables, row, match, prompt, promise):
         # There is no slot for going on from a state that others have, too.
-        match, owners = _affordable(tables, nothing, limit, prompt)
+        match, owners = affordable(tables, nothing, limit, prompt)
         _begin_state(tables, row, match, prompt, promise)
 
     tables.free_rows.pop()
@@ -82,7 +81,7 @@ def stored_prefix(tables: PageTables, tokens: Tokens, salt: Salt) -> tuple[int, 
     """Tokens of a prompt whose pages are findable, and those that `add` would find of them."""
     prompt = tables.index.chain(salt), tokens
     match = tables.index.match(prompt[0], tokens[:-1], tables.pool.filled)
-    return match.length, _at_state(tables, match, prompt).length
+    return match.length, at_state(tables, match, prompt).length
 
 
 def kept_state(tables: PageTables, tokens: Tokens, salt: Salt) -> tuple[Ints, int] | None:
@@ -90,7 +89,7 @@ def kept_state(tables: PageTables, tokens: Tokens, salt: Salt) -> tuple[Ints, in
     assert tables.states is not None, "the caller asks only where there are states"
     prompt = tables.index.chain(salt), tokens
     match = tables.index.match(prompt[0], tokens, tables.pool.filled)
-    key = None if match.length < tokens.size else _state_key(tables, match, prompt)
+    key = None if match.length < tokens.size else state_key(tables, match, prompt)
     slot = tables.states.checkpoints.slots.get(key) if key else None
     return None if slot is None else (match.pages, slot)
 
@@ -307,97 +306,8 @@ def clear_prefixes(tables: PageTables) -> None:
     tables.ids_known[tables.live_rows()] = False
 
 
-Prompt = tuple[Chain, Tokens | None]  # what goes into its keys, and its ids
-
-
-def _at_state(tables: PageTables, match: Match, prompt: Prompt) -> Match:
-    """The beginning of a match at whose end a state is kept, where a model has states."""
-    chain, tokens = prompt
-    if tables.states is None or tokens is None:
-        return match
-    length = tables.states.checkpoints.find(chain, tokens, match, tables.page_size)
-    cut = _cut(tables, match, length)
-    if cut.length < length:  # its windows need earlier pages than those of the whole match
-        match = tables.index.match(chain, tokens[:length], tables.pool.filled)
-        cut = match if match.length == length else cut
-    return cut
-
-
 def _begin_state(tables: PageTables, row: int, match: Match, prompt: Prompt, promise: bool) -> bool:
     """Whether a new row has the state at the end of its match, and the slot it is promised."""
     assert tables.states is not None, "the caller asks only where there are states"
-    key = _state_key(tables, match, prompt)
+    key = state_key(tables, match, prompt)
     return tables.states.begin(row, match.length, key, promise)
-
-
-def _state_key(tables: PageTables, match: Match, prompt: Prompt) -> PrefixKey | None:
-    """The key of a checkpoint at the end of a match; None if nothing was matched."""
-    chain, tokens = prompt
-    if tokens is None or not match.length:
-        return None
-    columns = match.length // tables.page_size
-    tail = tokens[columns * tables.page_size : match.length].tobytes()
-    return PrefixKey.of(chain, match.keys[columns - 1] if columns else chain.root, columns, tail)
-
-
-def _affordable(tables: PageTables, match: Match, limit: int, prompt: Prompt) -> tuple[Match, Ints]:
-    """Shortens a match where promises made to others leave no room for all of it.
-
-    Returns:
-        The match, and the sequences whose last page it shares.
-    """
-    size = tables.page_size
-    while True:
-        columns = match.pages.shape[1]
-        partial = match.length < columns * tables.page_size
-        owners = _owners_of_tail(tables, match) if partial else np.empty(0, dtype=np.int64)
-        asked = tables.reservations.missing_extra(owners)
-        if limit:
-            extra = partial and not tables.staged
-            asked += int(tables.reservations.owed(limit, tables.counted(match.length), extra))
-        found = match.pages[match.pages >= 0]
-        revived = tables.pool.count(found[tables.pool.refcount[found] == 0])
-        room = tables.reservations.available()
-        short = (revived + asked - room) * tables.reservations.binding
-        if max(short.tolist()) <= 0 or not (asked or revived.any()) or tables.grow(short):
-            return match, owners
-        if partial:
-            match = _at_state(tables, _cut(tables, match, (columns - 1) * size), prompt)
-        elif not limit and columns:
-            fits = _columns_that_fit(tables, match, room)
-            match = _at_state(tables, _cut(tables, match, fits * size), prompt)
-        else:
-            worst = int(short.argmax())
-            needed = asked + int(revived[worst])
-            raise out_of_pages(tables, "add", worst, needed, int(room[worst]))
-
-
-def _columns_that_fit(tables: PageTables, match: Match, room: Ints) -> int:
-    """How many leading pages of a match can be brought back to life: fewer than it has."""
-    revived = (tables.pool.refcount[match.pages] == 0) & (match.pages >= 0)
-    revived &= match.pages < tables.first_staging[:, None]
-    taken = revived.cumsum(1)
-    taken[~tables.reservations.binding[:: tables.kinds]] = 0
-    fits = (taken <= room[:: tables.kinds, None]).all(0)
-    return min(int(fits.sum()), match.pages.shape[1] - 1)
-
-
-def _cut(tables: PageTables, match: Match, length: int) -> Match:
-    """The first tokens of a match, if their pages are all a window needs."""
-    full, columns = length // tables.page_size, -(-length // tables.page_size)
-    pages = match.pages[:, :columns]
-    for group, window in enumerate(tables.windows):
-        start = 0 if window is None else max(0, length - window) // tables.page_size
-        if (pages[group, start:] < 0).any():  # the shorter text would need dropped pages
-            return Match(0, [], match.pages[:, :0])
-    return Match(length, match.keys[:full], pages)
-
-
-def _owners_of_tail(tables: PageTables, match: Match) -> Ints:
-    """Live sequences whose committed text ends in the page that a match ends in."""
-    if not (tables.pool.refcount[match.pages[:, -1]] > 0).any():
-        return np.empty(0, dtype=np.int64)
-    rows = tables.live_rows()
-    rows = rows[(tables.lengths[rows] % tables.page_size > 0) & (tables.num_pages[rows] > 0)]
-    ends = tables.tables[tables.at(rows, tables.lengths[rows] // tables.page_size)]
-    return rows[(ends == match.pages[:, -1:]).any(0)]
