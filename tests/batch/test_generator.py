@@ -231,7 +231,9 @@ def test_rows_of_which_too_little_was_expected_finish_all_the_same(family, sampl
 
 
 def test_a_pool_that_holds_just_one_row_takes_them_in_turn(model):
-    _, batched = assert_like_alone(model, prompts(6, 6, 6, 6), {"max_tokens": 16})
+    _, batched = assert_like_alone(
+        model, prompts(6, 6, 6, 6), {"max_tokens": 16}, max_new_tokens=10
+    )
     assert batched.stats.peak.pages == batched.stats.peak.live == 4
 
 

@@ -6,7 +6,7 @@ from transformers import EosTokenCriteria, GenerationConfig, MaxLengthCriteria, 
 
 from tests.batch.generating import assert_like_alone, generator, tokens_alone
 from tests.batch.letters import EndsOn, letters, text, tokens
-from tests.hf.tiny import prompts
+from tests.hf.tiny import NEW, prompts
 
 
 def test_end_tokens_stop_a_row_and_are_part_of_it(model):
@@ -27,8 +27,8 @@ def test_samples_that_end_with_their_first_token(model, new):
 
 def test_stop_strings_stop_a_row_across_tokens(model):
     rows, tokenizer = prompts(5, 13, 2), letters()
-    plain = [tokens_alone(model, row) for row in rows]
-    stops = [text(plain[0][2:4]), text(plain[1][4:7])]
+    plain = [tokens_alone(model, row, max_new_tokens=NEW) for row in rows]
+    stops = [text(plain[0][2:4]), text(plain[1][3:5])]
     results, _ = assert_like_alone(model, rows, tokenizer=tokenizer, stop_strings=stops)
     assert [result.finish_reason for result in results[:2]] == ["stop"] * 2
     assert results[0].text.endswith(stops[0])
@@ -37,7 +37,7 @@ def test_stop_strings_stop_a_row_across_tokens(model):
 def test_a_stop_string_that_never_comes_changes_nothing(model):
     rows = prompts(5, 13)
     results, _ = assert_like_alone(model, rows, tokenizer=letters(), stop_strings=["never here"])
-    assert tokens(results) == [tokens_alone(model, row) for row in rows]
+    assert tokens(results) == [tokens_alone(model, row, max_new_tokens=NEW) for row in rows]
     assert {result.finish_reason for result in results} == {"length"}
 
 

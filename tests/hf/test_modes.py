@@ -12,7 +12,7 @@ from pagedkv.errors import UnsupportedModelError
 from pagedkv.hf import PagedCache
 from tests.effort import each_value, few
 from tests.hf.modes import SIZES, UNEVEN, made, own, paged, visible
-from tests.hf.tiny import generate, named, padded, prompts
+from tests.hf.tiny import NEW, generate, named, padded, prompts
 from tests.hybrids import HYBRIDS, STEPWISE
 
 SERVED = sorted({*HYBRIDS, *UNEVEN})
@@ -41,7 +41,7 @@ def model_of():
 @pytest.mark.parametrize(("family", "way"), each_value(SERVED, OPTIONS))
 def test_generate_gives_the_tokens_of_the_models_own_cache(model_of, family, way):
     model, batch = model_of(family), padded(prompts(9, 5, 7))
-    options = {"do_sample": False, **OPTIONS[way]}
+    options = {"do_sample": False, "max_new_tokens": NEW, **OPTIONS[way]}
     assert torch.equal(paged(model, batch, **options), own(model, batch, **options))
 
 
@@ -49,13 +49,14 @@ def test_generate_gives_the_tokens_of_the_models_own_cache(model_of, family, way
 def test_a_prefix_is_computed_once_and_forked_twice(model_of, family):
     model, (prefix,) = model_of(family), prompts(11)
     rows = [torch.cat([prefix, tail]) for tail in prompts(5, 5, 5)]
-    expected = own(model, padded(rows))
+    expected = own(model, padded(rows), max_new_tokens=NEW)
     with PagedCache.prefill(model, prefix, **SIZES) as cache:
         slots = cache.kv.stats().states
         first, second = cache.fork(3), cache.fork(3)
         assert cache.kv.stats().states == slots == bool(cache.kv.config.states)
         for forked in (first, second):
-            assert torch.equal(paged(model, padded(rows), forked), expected)
+            found = paged(model, padded(rows), forked, max_new_tokens=NEW)
+            assert torch.equal(found, expected)
 
 
 @chunked

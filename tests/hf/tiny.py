@@ -11,10 +11,12 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from pagedkv.hf.release import CACHE
+from tests.effort import examples
 
 VOCAB = 101
 PAD = 0
 WINDOW = 8
+NEW = examples(10, 6)  # tokens of tests with many cases: a row begins a page, and may pass a window
 
 # Weights this wide spread the logits over several units, so that few steps are close calls.
 _COMMON = {

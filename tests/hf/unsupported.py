@@ -7,7 +7,6 @@ SMALL = {"vocab_size": 99, "hidden_size": 32, "num_hidden_layers": 2, "num_atten
 WIDE = {**SMALL, "intermediate_size": 48, "num_key_value_heads": 2}
 MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8}
 EXPERTS = {"moe_intermediate_size": 16, "num_experts_per_tok": 1}
-ROUTED = {"n_routed_experts": 2, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}
 INTERFACE = "does not go through transformers' attention interface"
 
 

@@ -153,4 +153,4 @@ def test_200_rows_on_4000_pages_make_a_small_page(tmp_path):
         step.wrote[:] = [0]
         cache.commit(step)
     assert cache.stats().live == 4000
-    assert len(page(history_of(Trace(tmp_path / "a.trace")))) < 600_000
+    assert len(page(history_of(Trace(tmp_path / "a.trace")))) < 100_000

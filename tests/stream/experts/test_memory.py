@@ -52,11 +52,7 @@ def holds(memory, places, row, value):
 
 @settings(max_examples=60)
 @given(
-    widths=st.lists(
-        st.sampled_from([100, PAGE, 9 * PAGE, 9 * PAGE + 100, 12 * PAGE - 8]),
-        min_size=1,
-        max_size=3,
-    ),
+    widths=st.lists(st.sampled_from(WIDTHS), min_size=1, max_size=3),
     calls=st.lists(st.tuples(st.integers(0, ROWS - 1), st.integers(0, ROWS - 1)), max_size=20),
     moves=st.booleans(),
 )
