@@ -10,6 +10,7 @@ pytest.importorskip("triton")
 from pagedkv.kernels import reference
 from pagedkv.kernels.triton import backend as paged
 from pagedkv.kernels.triton import select_pages as choose
+from tests.effort import ALL, sampled
 from tests.kernels import correctness, shapes
 from tests.kernels.steps import DEVICE, EACH, LAYOUTS, Step, coded, step_of
 from tests.kernels.truth import check, twin
@@ -23,10 +24,14 @@ def of_reference(step: Step) -> tuple[torch.Tensor, torch.Tensor]:
     return reference.paged_attention(step.q.double(), *tensors, **step.options)
 
 
+@sampled
 def test_kernels_pass() -> None:
+    """Other tests find a kernel that is wrong, this one a case: the fast tests try one a group."""
     every = list(correctness.cases(DEVICE))
-    told = {case.title: correctness.outcome(case, DEVICE) for case in every}
-    assert len(told) == len(every) > 20
+    assert len({case.title for case in every}) == len(every) > 20
+    few = DEVICE == "cpu" and not ALL
+    some = {case.group: case for case in every[::-1]}.values()
+    told = {case.title: correctness.outcome(case, DEVICE) for case in (some if few else every)}
     assert set(told.values()) == {correctness.PASSED}, told
 
 
