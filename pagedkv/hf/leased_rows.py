@@ -20,11 +20,12 @@ from pagedkv.errors import UnsupportedModelError
 from pagedkv.interrupt import Uninterrupted
 from pagedkv.step.metadata import StepMetadata
 
-from .attach import detach_later, leads_to
+from .attach import leads_to
 from .dense import read, write_and_gather
 from .forward_cache import ForwardCache, other_model, uncompiled
 from .image_numbers import numbers_in
 from .layer import PagedLayer
+from .lease import Lease
 from .model import Kind, require_same_kind
 from .model_pages import take_over
 from .mrope import Offsets, Prepared
@@ -36,24 +37,6 @@ from .states import StateLayer, make_layers, require_states_to_follow
 from .telling import warn
 from .texts import Texts, Told, beside_text, kept_copy
 from .transaction import require_none_on
-
-
-class _Lease:
-    """Sequences that a `PagedCache` holds, returned when the cache is closed or collected."""
-
-    def __init__(self, kv: PagedKVCache, model: PreTrainedModel) -> None:
-        self.kv = kv
-        self.seqs: list[int] = []
-        self.spare: dict[Any, int] = {}  # what rows were before a forward that is under way
-        self.model = weakref.ref(model)
-
-    def end(self) -> None:
-        """Gives everything back. May run inside a garbage collection, so it only queues ids."""
-        self.kv.release_later([*self.seqs, *self.spare.values()])
-        self.seqs, self.spare = [], {}
-        model = self.model()
-        if model is not None:
-            detach_later(model)
 
 
 class LeasedRows(ForwardCache):
@@ -80,7 +63,7 @@ class LeasedRows(ForwardCache):
         self._weights: Weights | None = None  # those that rows were begun with
         self._begins_generate = self._asked_for_whole_rows = False
         self._entry: Entry | None = None  # of whole rows, in the forward that is under way
-        self._lease = _Lease(kv, model)
+        self._lease = Lease(kv, model)
         self.touched = False
         self._fed: list[int] | None = None  # rows of the batch that have tokens in this forward
         super().__init__(layers=make_layers(self))
