@@ -78,7 +78,7 @@ def test_every_row_of_every_thread_finishes_as_if_alone(short, threads, family, 
     "sizes", [*slow({"max_sequences": 16}), {"max_tokens": 320}, {"max_tokens": 48}]
 )
 def test_more_rows_than_fit_in_each_of_two_threads_on_pages_of_default_size(sizes):
-    rows = [[3 + i % 90, 4, 5, 6, 7] for i in range(20 if "max_tokens" in sizes else 40)]
+    rows = [[3 + i % 90, 4, 5, 6, 7] for i in range(12 if "max_tokens" in sizes else 40)]
     found = {}
     with BatchGenerator(model_of("llama"), **{"max_tokens": 4000, **sizes}) as batched:
 
