@@ -74,7 +74,7 @@ def generate(run: Run, loaded: Loaded) -> int:
 
     misses = Misses(ids if job.explain else ())
     with misses.watching(generator.cache) if job.explain else nullcontext():
-        code = carried(results, take, screen, launch)
+        code = carried(results, take, run)
     screen.close()
     if texts:
         texts.flush()

@@ -198,12 +198,13 @@ def generator_of(job: Job, loaded: Loaded, lengths: list[int], console: Console)
         raise UsageError(str(error).replace("pack_weights:", "--weight-format:")) from error
 
 
-def carried(
-    results: Iterator[Any], take: Callable[[Any], object], screen: Screen, launch: Launch
-) -> int:
+def carried(results: Iterator[Any], take: Callable[[Any], object], run: Run) -> int:
     """Takes all results, and prints what ends them early; returns the exit code."""
+    _, _, output, screen, launch = run
     try:
         launch.taken(results, take)
+        if output:
+            output.sync()
     except KeyboardInterrupt:
         screen.console.print("interrupted; what was finished is kept")
         return INTERRUPTED

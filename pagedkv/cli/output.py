@@ -89,10 +89,12 @@ class Output:
         try:
             self.done: set[tuple[int, int]] = set()
             kept, others = self._read()
-            self._elsewhere = {place for place, _ in self._lines_beside()} - kept.keys()
+            for _ in self._lines_beside():
+                pass  # each is done
             if others:
                 self._rewrite(kept.values())
             self._file = os.open(self.path, os.O_WRONLY | os.O_APPEND)
+            self._size = os.fstat(self._file).st_size
         except BaseException as error:
             if self._made:  # and nothing was written
                 self.path.unlink(missing_ok=True)
@@ -118,14 +120,16 @@ class Output:
         """The rows of its prompts, of this file and of those beside it.
 
         Raises:
-            OSError: a file beside it no longer has what it had.
+            OSError: a file no longer has what it had.
         """
-        mine = set(self.mine)
+        self._require_whole()
+        mine = set(self.mine)  # not so all its rows where prompts were added: shards differ then
+        missing = {place for place in self.done if place[0] in mine}
         for line in self.path.read_bytes().splitlines():
             row = json.loads(line)
-            if row["index"] in mine:  # not so where prompts were added: shards are others then
+            if (place := (row["index"], row["sample"])) in missing:
+                missing.remove(place)
                 yield row
-        missing = {place for place in self._elsewhere if place[0] in mine}
         for place, line in self._lines_beside() if missing else ():
             if place in missing:
                 missing.remove(place)
@@ -139,7 +143,8 @@ class Output:
         """Appends one row, unless the file has it.
 
         Raises:
-            OSError: the disk is full, say; a part of the row that got there is a torn line.
+            OSError: the disk is full, say; a part of the row that got there is a torn line. Or
+                another program changed the file.
         """
         place = row["index"], row["sample"]
         if place in self.done:
@@ -153,11 +158,23 @@ class Output:
             row[MADE] = self.made_with
         line = (json.dumps(row, ensure_ascii=False) + "\n").encode()
         while line:
-            line = line[os.write(self._file, line) :]
-        if monotonic() >= self._synced + SYNCED_EVERY:
-            self._sync()
+            written = os.write(self._file, line)
+            self._size += written
+            line = line[written:]
         self._told |= tells
         self._add(place, row)
+        if monotonic() >= self._synced + SYNCED_EVERY:
+            self.sync()
+
+    def sync(self) -> None:
+        """Waits until the disk has what was written.
+
+        Raises:
+            OSError: it has not, or another program changed the file.
+        """
+        os.fsync(self._file)
+        self._synced = monotonic()
+        self._require_whole()
 
     def keep(self) -> None:
         """Lets the file stay even if it has no row."""
@@ -165,8 +182,8 @@ class Output:
 
     def close(self) -> None:
         """Closes the file; one that was made here and got no row is removed."""
-        with suppress(OSError):  # a full disk was reported when a row was written
-            self._sync()
+        with suppress(OSError):  # reported when a row was written, or behind the last one
+            self.sync()
         if self._made and not os.fstat(self._file).st_size:
             self.path.unlink(missing_ok=True)
         os.close(self._file)
@@ -177,9 +194,16 @@ class Output:
         if row.get(CAUSE) in self.final:
             self.causes[place[0]] = row[CAUSE]
 
-    def _sync(self) -> None:
-        os.fsync(self._file)
-        self._synced = monotonic()
+    def _require_whole(self) -> None:
+        """Raises where rows would be lost unseen: the name has not what was written to the file."""
+        size = 0
+        with suppress(FileNotFoundError):
+            size = self.path.stat().st_size
+        if size != self._size:
+            raise OSError(
+                f"{self.path} has {size:,} bytes in place of {self._size:,}: another program "
+                "changed, replaced or removed it; the same command computes the rows that it lacks"
+            )
 
     def _unlock(self) -> None:
         # Removed while the lock is held: afterwards another process may hold it.

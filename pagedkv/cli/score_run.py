@@ -94,7 +94,7 @@ def score(run: Run, loaded: Loaded) -> int:
 
     for index in () if output else job.refused():
         put(refused_row(job.types, job.prompts[index], index, 0))
-    code = carried(scores, take, screen, launch)
+    code = carried(scores, take, run)
     screen.close()
     report(generator, pace.rows, screen)
     return code or (SOME_FAILED if failed else DONE)

@@ -130,6 +130,43 @@ def test_rows_beside_it_that_are_gone_when_they_are_read_again_are_missed(path, 
         output.close()
 
 
+def removed(path: Path) -> None:
+    path.unlink()
+
+
+def emptied(path: Path) -> None:
+    path.write_bytes(b"")
+
+
+def saved_by_an_editor(path: Path) -> None:
+    other = path.with_name("other")
+    other.write_bytes(path.read_bytes())
+    other.replace(path)
+
+
+def written_to(path: Path) -> None:
+    with path.open("ab") as file:
+        file.write(b"a note\n")
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="open files stay on Windows")
+@pytest.mark.parametrize("change", [removed, emptied, saved_by_an_editor, written_to])
+def test_a_file_that_others_change_while_it_is_written_is_told(path, change):
+    """Else its job would end well, and rows be gone: they went to a file without a name."""
+    output = Output(path, KEYS, 1, MADE)
+    try:
+        output.write(row(0))
+        output.sync()
+        change(path)
+        output.write(row(1))
+        with pytest.raises(OSError, match=r"bytes in place of .*another program"):
+            output.sync()
+        with pytest.raises(OSError, match=r"bytes in place of .*another program"):
+            list(output.rows())
+    finally:
+        output.close()
+
+
 def test_a_row_that_is_there_twice_is_kept_once(path):
     write(path, row(0), row(1))
     path.write_bytes(path.read_bytes() * 2)
