@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from inspect import Parameter, Signature
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Annotated, Any, NamedTuple
 
@@ -56,12 +57,26 @@ class Panel:
         name = flags[0].split("/")[0].strip("-").replace("-", "_")
         if type is bool and default is None:
             default = False
+        more |= _read(type)
         return Option(name, type, typer.Option(*flags, **more), default)
 
 
 def argument(said: str, type: Any, help: str, default: Any = None) -> Option:
     """Makes an argument, for which the help has the word that is given."""
-    return Option(said.lower(), type, typer.Argument(metavar=said, help=help), default)
+    info = typer.Argument(metavar=said, help=help, **_read(type))
+    return Option(said.lower(), type, info, default)
+
+
+def _read(type: Any) -> dict[str, Any]:
+    """What typer is told of how to read values of a type."""
+    return {"parser": _path} if type in (Path, Path | None, list[Path] | None) else {}
+
+
+def _path(text: str) -> Path:
+    """A path, which no text is none of: to `Path` that is the folder of the process."""
+    if not text:
+        raise typer.BadParameter("expected a path, got an empty text")
+    return Path(text)
 
 
 PLAIN = Panel()

@@ -121,6 +121,7 @@ def test_generation_options_reach_transformers(generate, pagedkv, checkpoints, t
         (("-f", "a.csv", "-f", "b.csv"), "--file: expected one, got a.csv, b.csv"),
         (("abc", ""), "prompt 1: expected a text, got none"),
         (("abc", "--trace", "/nowhere/at.trace"), "--trace: cannot write /nowhere/at.trace: "),
+        (("abc", "--prefix-store", ""), "expected a path, got an empty text"),
         (("abc", "--logprobs"), "--logprobs: expected with --out"),
         (("abc", "-f", "-", "--prefix", "-"), "--prefix: expected a file"),
         (("--prefix", "-"), "--prefix: expected a file"),
