@@ -23,7 +23,7 @@ from pagedkv.pages.salts import Salt, first_of, with_first
 
 from .adapters import Held, acting, salted, state_of, tensors_of
 from .carried import carried_by
-from .foreign_hooks import foreign_hook
+from .foreign_hooks import foreign_hook, hooks_of
 from .samples import bits, places_of, some_of
 from .shards import of_rank
 from .snapshot import Snapshot, is_stale, snapshot
@@ -164,7 +164,7 @@ class ModelIdentity(Identity):
         super().__init__(made + rounded)
         self.model = weakref.ref(model)
         self.given, self.rounded = given, rounded
-        self._seen = snapshot(model)
+        self._seen, self._hooks = snapshot(model), hooks_of(model)
         self._sums: tuple[Snapshot, bytes] | None = None
 
     def fingerprint(self) -> bytes:
@@ -196,7 +196,7 @@ class ModelIdentity(Identity):
         model = self.model()
         if model is None:
             return
-        now = snapshot(model)
-        if is_stale(self._seen, now):
+        now, hooks = snapshot(model), hooks_of(model)
+        if hooks != self._hooks or is_stale(self._seen, now):
             forget()
-        self._seen = now
+        self._seen, self._hooks = now, hooks

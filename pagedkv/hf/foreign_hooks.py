@@ -18,10 +18,24 @@ def foreign_hook(model: PreTrainedModel) -> str | None:
     """The first module of a decoder that has such a hook, and the hook; None without one."""
     for path, module in _on_packed_rows(model):
         for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values()):
-            home, name = _origin(hook)
-            if home.partition(".")[0] not in KNOWN:
+            if not _is_known(hook):
+                home, name = _origin(hook)
                 return f"{path or type(model).__name__} has the forward hook {home}.{name}"
     return None
+
+
+def hooks_of(model: nn.Module) -> frozenset[int]:
+    """The numbers of all forward hooks of others, by which K and V may differ.
+
+    Torch gives no number twice, so that a hook that was removed and registered again has another.
+    """
+    return frozenset(
+        number
+        for module in model.modules()
+        for hooks in (module._forward_pre_hooks, module._forward_hooks)
+        for number, hook in hooks.copy().items()  # another thread may begin a forward
+        if not _is_known(hook)
+    )
 
 
 def _on_packed_rows(model: PreTrainedModel) -> Iterator[tuple[str, nn.Module]]:
@@ -30,6 +44,10 @@ def _on_packed_rows(model: PreTrainedModel) -> Iterator[tuple[str, nn.Module]]:
     for path, module in model.named_modules():
         if module in inside or not path or module is model.get_output_embeddings():
             yield path, module
+
+
+def _is_known(hook: Any) -> bool:
+    return _origin(hook)[0].partition(".")[0] in KNOWN
 
 
 def _origin(hook: Any) -> tuple[str, str]:

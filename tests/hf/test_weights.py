@@ -138,6 +138,21 @@ def step_of(make):
 FUSED = step_of(lambda parameters: torch.optim.AdamW(parameters, lr=1e-6, fused=True))
 
 
+@pytest.mark.filterwarnings("ignore:model. .* has the forward hook")
+def test_a_hook_that_comes_or_goes_is_noticed():
+    """As whoever steers a model compares it with itself."""
+    model, hooks = tiny(), []
+    projection = model.model.layers[0].self_attn.k_proj
+
+    def steer():
+        hooks.append(projection.register_forward_hook(lambda module, args, out: out * 3))
+
+    assert_noticed(model, steer)
+    assert_noticed(model, lambda: hooks.pop().remove())
+    before = lambda module, args: (args[0] * 3,)  # noqa: E731
+    assert_noticed(model, lambda: projection.register_forward_pre_hook(before))
+
+
 def test_a_fused_step_of_the_smallest_rate_is_noticed():
     model = tiny()
     assert_noticed(model, lambda: FUSED(model))
@@ -190,12 +205,14 @@ def test_a_write_of_one_element_behind_torchs_back_is_unseen_until_prefixes_are_
         ]
 
 
-def test_a_hook_is_unseen_until_prefixes_are_cleared():
-    model, rows = tiny(), prompts(9, 13)
+@pytest.mark.filterwarnings("ignore:model. .* has the forward hook")
+def test_what_a_hook_is_told_is_unseen_until_prefixes_are_cleared():
+    model, rows, factor = tiny(), prompts(9, 13), [1.0]
+    projection = model.model.layers[0].self_attn.k_proj
+    projection.register_forward_hook(lambda module, args, out: out * factor[0])
     with generator(model) as batched:
         batched.generate(rows, **OPTIONS)
-        projection = model.model.layers[0].self_attn.k_proj
-        projection.register_forward_hook(lambda module, args, out: out * 3)
+        factor[0] = 3.0
         assert found(batched, rows) == [8, 12]
         batched.cache.clear_prefixes()
         for result, row in zip(batched.generate(rows, **OPTIONS), rows):
