@@ -13,6 +13,7 @@ import stat
 import warnings
 from collections.abc import Mapping
 from contextlib import suppress
+from io import FileIO
 from pathlib import Path
 from time import perf_counter_ns
 
@@ -33,12 +34,7 @@ class TraceFile:
 
     def __init__(self, path: str | os.PathLike[str], header: Mapping[str, object]) -> None:
         self.path, self.stopped = Path(path), ""
-        _require_no_other_file(self.path)
-        if self.path.is_file():
-            # A process that still writes the older one goes on in a file without a name.
-            with suppress(PermissionError):
-                os.unlink(self.path.resolve())
-        self._file = open(self.path, "wb", buffering=0)  # noqa: SIM115
+        self._file = _begun(self.path)
         self._process, self._start, self._count = os.getpid(), perf_counter_ns(), -1
         self.write({"format": FORMAT, "version": VERSION, **header})
 
@@ -81,6 +77,25 @@ def _plain(number: np.generic) -> object:
 
 
 _JSON = json.JSONEncoder(separators=(",", ":"), default=_plain)  # made once: it takes its time
+
+
+def _begun(path: Path) -> FileIO:
+    """A new file of a name, which no process has that begins one at the same time.
+
+    A process that still writes the older one goes on in a file without a name.
+    """
+    while True:
+        _require_no_other_file(path)
+        if path.exists() and not path.is_file():
+            return open(path, "wb", buffering=0)
+        real = os.path.realpath(path)  # a link stays a link
+        try:
+            with suppress(FileNotFoundError):
+                os.unlink(real)
+        except PermissionError:
+            return open(path, "wb", buffering=0)
+        with suppress(FileExistsError):
+            return open(real, "xb", buffering=0)
 
 
 def _require_no_other_file(path: Path) -> None:

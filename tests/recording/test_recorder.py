@@ -1,6 +1,7 @@
 """A recording holds what changed and no more; calls fail and disks fill while it is written."""
 
 import gc
+import json
 import os
 import signal
 import weakref
@@ -144,6 +145,29 @@ def test_a_file_that_is_no_trace_is_left_alone_and_an_older_trace_is_replaced(fi
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+@pytest.mark.parametrize("begins", [False, True])
+def test_processes_that_begin_one_trace_at_once_each_have_a_file(begins, file, monkeypatch):
+    """The other one removes the older trace first, and may have begun its own."""
+    TraceFile(file, {}).close()
+    unlink, others = os.unlink, []
+
+    def slowly(path):
+        monkeypatch.setattr(os, "unlink", unlink)
+        unlink(path)
+        if begins:
+            others.append(TraceFile(file, {"own": False}))
+        else:
+            unlink(path)  # raises: somebody was quicker
+
+    monkeypatch.setattr(os, "unlink", slowly)
+    own = TraceFile(file, {"own": True})
+    own.write({"op": "free"})
+    for other in others:
+        other.write({"op": "add", "seq": 7})
+    header, *events = map(json.loads, file.read_bytes().splitlines())
+    assert (header["own"], [event["op"] for event in events]) == (True, ["free"])
+
+
 def test_a_full_disk_ends_the_recording_and_not_the_job():
     with pytest.warns(RuntimeWarning, match="the job goes on: .*No space left"):
         cache = record("/dev/full")
