@@ -14,7 +14,20 @@ States = Literal[
 ]
 Indexer = Literal["tokens", "blocks", "blocks by head", "pools"]
 Rule = Literal[
-    "every nth", "indices", "periods", "none", "convolutions", "all", "kimi", "sixths", "listed"
+    "every nth",
+    "indices",
+    "periods",
+    "none",
+    "convolutions",
+    "all",
+    "kimi",
+    "listed",
+    "chunks",
+    "no window",
+    "first of each",
+    "from behind",
+    "last of each, the first",
+    "last of each, the last",
 ]
 
 
@@ -46,7 +59,12 @@ class Facts:
         attends_twice: each of its layers attends twice, as two layers of a cache.
         head_dim, window: where a file does not say them.
         full_head_dim: of layers without a window, where a file does not say it.
-        every: every so many-th layer has no window, where a file does not list them.
+        every: every so many-th layer has no window, where a file does not list them; by its rule
+            the last or the first of so many, counted from the end, or the model's own first or last
+            as well.
+        chooses_every: after the second, every so many-th layer chooses tokens, and those between
+            share what it chose, where a file does not say otherwise; 0 where none share.
+        unrotated: every so many-th layer has no positions, where a file does not list them.
         at_once: channels a token has at once behind attention, in multiples of the inner width,
             where that is more than gate, up and product: one matrix for gate and up, whose output
             stays; clamps and biases.
@@ -73,6 +91,8 @@ class Facts:
     full_head_dim: int = 0
     window: int = 0
     every: int = 0
+    chooses_every: int = 0
+    unrotated: int = 0
     at_once: int = 0
     experts_with_layer: bool = False
     text_alone: bool = False
@@ -101,9 +121,13 @@ _ENCODERS = (
     "bert bert-generation camembert data2vec-text electra ernie roberta roberta-prelayernorm "
     "roc_bert xlm-roberta xlm-roberta-xl xmod"
 )
-_GEMMA4 = Facts(head_dim=256, full_head_dim=512, window=512, every=6)
+_GEMMA4 = Facts(
+    head_dim=256, full_head_dim=512, window=512, every=6, layers="last of each, the last"
+)
 _LATENT = Facts(latent=True)
 _CHOSEN = Facts(latent=True, indexer="tokens")
+_SHARES_CHOICE = replace(_CHOSEN, chooses_every=1)
+_FIRST_OF_FOUR = Facts(every=4, layers="first of each")
 _DELTA = Facts(states="delta rule", layers="every nth")
 _TWO_PARTS = Facts(text_alone=True, layers="every nth")
 _CONVOLUTIONS = Facts(states="short convolution", layers="convolutions")
@@ -117,8 +141,11 @@ FACTS: dict[str, Facts] = {
     "axk2": _CHOSEN,
     "bailing_hybrid": Facts(states="kimi delta", latent=True, layers="every nth"),
     "bamba": Facts(states="mamba2", layers="indices"),
+    "beam": Facts(every=6, layers="last of each, the last"),
     "bloom": Facts(written=True),
     "cohere2": Facts(window=4096, every=4),
+    "cohere_compass_text": Facts(layers="no window"),
+    "cwm": _FIRST_OF_FOUR,
     "dbrx": Facts(experts_with_layer=True),
     "deepseek_v2": _LATENT,
     "deepseek_v3": _LATENT,
@@ -136,31 +163,41 @@ FACTS: dict[str, Facts] = {
     "glm": Facts(at_once=4),
     "glm4": Facts(at_once=4),
     "glm4_moe_lite": _LATENT,
-    "glm_moe_dsa": _CHOSEN,
-    "glm5_next_text": Facts(states="kimi delta", latent=True, indexer="pools", layers="every nth"),
+    "glm_moe_dsa": _SHARES_CHOICE,
+    "glm5_next_text": Facts(
+        states="kimi delta", latent=True, indexer="pools", layers="every nth", chooses_every=1
+    ),
     "gpt_oss": Facts(sinks=True, window=128, every=2, at_once=9),
-    "granite_swa": Facts(sinks=True),
-    "granitemoe_swa": Facts(sinks=True),
+    "granite_swa": replace(_FIRST_OF_FOUR, sinks=True),
+    "granitemoe_swa": replace(_FIRST_OF_FOUR, sinks=True),
     "granitemoehybrid": Facts(states="mamba2", layers="none"),
-    "hy_v4": replace(_CHOSEN, sinks=True),
-    "hy_v4_vl_text": replace(_CHOSEN, sinks=True),
+    "hy_v4": replace(_CHOSEN, sinks=True, chooses_every=4),
+    "hy_v4_vl_text": replace(_CHOSEN, sinks=True, chooses_every=4),
     "jamba": Facts(states="mamba1", stepwise=True, layers="periods"),
     "kimi_linear": Facts(states="kimi delta", latent=True, layers="kimi"),
+    "kolibri1": Facts(every=5),
+    "laguna": Facts(layers="no window"),
     "lara_mini": replace(_DELTA, layers=None),
     "lfm2": _CONVOLUTIONS,
     "lfm2_moe": _CONVOLUTIONS,
     "lfm3": replace(_CONVOLUTIONS, layers=None),
     "llama4": Facts(experts_with_layer=True),
-    "llama4_text": Facts(experts_with_layer=True),
+    "llama4_text": Facts(experts_with_layer=True, layers="chunks", unrotated=4),
     "longcat_flash": Facts(latent=True, attends_twice=True, experts_with_layer=True),
-    "mimo_v2_flash": Facts(head_dim=192, sinks=True, twice_in_windows=True, layers="sixths"),
+    "mellum": Facts(layers="no window"),
+    "mimo_v2_flash": Facts(
+        head_dim=192, sinks=True, twice_in_windows=True, every=6, layers="last of each, the first"
+    ),
     "minicpm3": _LATENT,
     "minimax_m3_vl_text": Facts(indexer="blocks by head"),
     "mistral4": _LATENT,
-    "mistral_large4_text": _CHOSEN,
+    "mistral_large4_text": replace(_SHARES_CHOICE, unrotated=4),
+    "modernbert-decoder": Facts(every=3, layers="first of each"),
     "mpt": Facts(written=True),
+    "muse_glimmer_text": Facts(every=4, layers="from behind"),
     "nemotron_h": Facts(states="mamba2"),
     "olmo_hybrid": _DELTA,
+    "olmo3": Facts(every=4),
     "paligemma": Facts(both_ways=True),
     "phi3": Facts(at_once=4),
     "qwen3_5": _TWO_PARTS,
@@ -172,6 +209,8 @@ FACTS: dict[str, Facts] = {
     "qwen4_exp": _TWO_PARTS,
     "qwen4_exp_text": replace(_DELTA, indexer="blocks"),
     "sarvam_mla": _LATENT,
+    "step3p5": Facts(layers="no window"),
+    "vaultgemma": Facts(every=2),
     "youtu": _LATENT,
     "zamba": replace(_SHARED_BLOCK, states="mamba1", stepwise=True),
     "zamba2": _SHARED_BLOCK,

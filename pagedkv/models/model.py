@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import cache, cached_property
+from functools import cached_property
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from pagedkv.errors import UnsupportedModelError
 
 from .checkpoint import Checkpoint, found_in, require_sizes, short_name
+from .defaults import models_folder, named_with
 from .facts import facts_of
 from .kinds import LayerKind, layer_kinds, shared_layers, window_of
 from .names import attributes, inner_of, leaves_out_sizes, settings_of, with_dtype
@@ -217,15 +218,9 @@ class Model:
         return empty_model(llama), f"{unknown}: it is planned as a llama of the same sizes"
 
 
-@cache
 def is_known(kind: object) -> bool:
     """Whether the installed transformers has a type, without importing it.
 
     Without one nobody can tell, and so it is not denied.
     """
-    found = find_spec("transformers")
-    if found is None or not found.submodule_search_locations:
-        return True
-    folder = Path(found.submodule_search_locations[0]) / "models" / "auto"
-    files = (folder / name for name in ("auto_mappings.py", "configuration_auto.py"))
-    return any(f'"{kind}"' in file.read_text("utf-8") for file in files if file.exists())
+    return models_folder() is None or bool(named_with(str(kind)))

@@ -1,7 +1,7 @@
 """A decoder's configuration by one set of names, from any author.
 
-Files leave much to the classes of transformers, which are not asked here: a plan of a checkpoint
-waits for no transformers. What a type implies stands in `facts.py`.
+Files leave much to the classes of transformers, whose source `defaults.py` reads: a plan of a
+checkpoint waits for no transformers. What a type implies beyond that stands in `facts.py`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,9 @@ from typing import Any
 from pagedkv.errors import UnsupportedModelError
 from pagedkv.names import DTYPES
 
+from .defaults import decoder_type, defaults_of
 from .facts import Facts, facts_of
+from .layer_names import add_choices, add_windows, layer_names, rotated
 from .refusals import of_type
 
 SHORT = {**DTYPES, "fp8": "float8", "nf4": "int4", "fp4": "int4", "mxfp4": "int4"}
@@ -46,10 +48,22 @@ ALIASES = {
 # What every decoder says of itself.
 SIZES = "hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size"
 INNER = "text_config", "decoder"  # where a configuration has that of its decoder
-# Sizes that stand in parts of a decoder's configuration.
+# Sizes that stand in parts of a decoder's configuration, and their names outside.
 NESTS = {
-    "attn_config": ("kv_n_heads",),
-    "ffn_config": ("ffn_hidden_size", "moe_num_experts", "moe_top_k"),
+    "attn_config": {"kv_n_heads": "kv_n_heads"},
+    "ffn_config": {name: name for name in ("ffn_hidden_size", "moe_num_experts", "moe_top_k")},
+    "linear_attn_config": {
+        "head_dim": "linear_head_dim",
+        "num_heads": "linear_num_heads",
+        "short_conv_kernel_size": "linear_conv_kernel_dim",
+    },
+    "sparse_attention_config": {
+        "sparse_num_index_heads": "index_n_heads",
+        "sparse_index_dim": "index_head_dim",
+        "sparse_block_size": "index_block_size",
+        "sparse_topk_blocks": "index_topk_blocks",
+        "sparse_local_block": "index_local_blocks",
+    },
 }
 # What may be said of each layer apart; a pass takes as much as its widest layer.
 WIDEST = "intermediate_size", "moe_intermediate_size", "experts_per_token"
@@ -77,10 +91,16 @@ def settings_of(config: dict[str, Any]) -> SimpleNamespace:
         ValueError: a size is missing, or is none.
     """
     inner = inner_of(config)
+    if inner:
+        told = (str(each.get("model_type") or "") for each in (config, inner))
+        inner["model_type"] = decoder_type(*told) or None
+    inner = _completed(inner or config)
     found = config | {key: value for key, value in inner.items() if value is not None}
     for nest, names in NESTS.items():
         if isinstance(part := found.get(nest), Mapping):
-            found |= {name: part[name] for name in names if part.get(name) is not None}
+            found |= {
+                ours: part[name] for name, ours in names.items() if part.get(name) is not None
+            }
     if reason := of_type(found, config, layer_names(found) or ()):
         name = config.get("model_type") or found.get("model_type")
         raise UnsupportedModelError(f"model: {name} cannot use pages: {reason}")
@@ -117,8 +137,26 @@ def settings_of(config: dict[str, Any]) -> SimpleNamespace:
         or facts_of(kind).head_dim
         or found["hidden_size"] // found["num_attention_heads"]
     )
-    _add_windows(found, kind)
+    add_windows(found)
+    add_choices(found)
+    found["no_rope_layers"] = rotated(found)
     return SimpleNamespace(**found)
+
+
+def _completed(text: dict[str, Any]) -> dict[str, Any]:
+    """A decoder's configuration with what its class has where a file says nothing."""
+    found = defaults_of(str(text.get("model_type") or ""))
+    given = {
+        found.older.get(name, name): value for name, value in text.items() if value is not None
+    }
+    given = text | given
+    told = {name for names in _groups() if not given.keys().isdisjoint(names) for name in names}
+    return {name: value for name, value in found.values.items() if name not in told} | given
+
+
+def _groups() -> list[tuple[str, ...]]:
+    """Names that stand for the same thing, together."""
+    return [(name, *others) for name, others in ALIASES.items()]
 
 
 def leaves_out_sizes(config: Mapping[str, Any]) -> bool:
@@ -146,6 +184,8 @@ def _add_shapes(found: dict[str, Any], kind: str) -> None:
         found["num_hidden_layers"] = layers
         found["layer_types"] = ["full_attention"] * 2 * layers
     if found.get("kv_lora_rank"):
+        if found.get("v_head_dim") is None:  # of minicpm3
+            found["v_head_dim"] = found["hidden_size"] // found["num_attention_heads"]
         dims = "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"
         parts: list[Any] = [found.get(name) for name in dims]
         least = dict.fromkeys(dims, 1) | {"qk_rope_head_dim": 0}  # layers without positions
@@ -166,82 +206,16 @@ def _add_shapes(found: dict[str, Any], kind: str) -> None:
         found["per_layer_config"] = dict.fromkeys(full, own)
 
 
-def _add_windows(found: dict[str, Any], kind: str) -> None:
-    """Says which layers slide, where the configuration leaves that to the model's class."""
-    window = found.setdefault("sliding_window", facts_of(kind).window or None)
-    if found.get("layer_types") is not None:
-        return
-    count = found["num_hidden_layers"]
-    every = found.get("sliding_window_pattern") or facts_of(kind).every
-    from_a_layer = "max_window_layers" in found
-    if not found.get("use_sliding_window", not from_a_layer) or not window:
-        slides = [False] * count
-        found["sliding_window"] = None
-    elif isinstance(every, str):
-        slides = [every[i % len(every)] == "L" for i in range(count)]
-    elif every:
-        slides = [bool((i + 1) % every) for i in range(count)]
-    else:
-        slides = [i >= (found.get("max_window_layers") or 0) for i in range(count)]
-    if found.get("attention_chunk_size") is None:
-        names = {False: "full_attention", True: "sliding_attention"}
-        found["layer_types"] = [names[slide] for slide in slides]
-
-
-NEWER = {"attention": "full_attention", "mamba": "linear_attention"}
-LETTERS = {"M": "linear_attention", "E": "moe", "*": "full_attention", "-": "mlp"}
-
-
-def layer_names(found: Mapping[str, Any]) -> list[str] | None:
-    """The kind of each layer by its newer name; None for a model whose layers all attend.
-
-    Args:
-        found: a decoder's configuration.
-    """
-    listed = found.get("layer_types") or found.get("layers_block_type")
-    if listed is not None:
-        return [NEWER.get(name, name) for name in listed]
-    if sparse := (found.get("sparse_attention_config") or {}).get("sparse_attention_freq"):
-        return ["minimax_m3_sparse" if one else "full_attention" for one in sparse]
-    if pattern := found.get("hybrid_override_pattern"):
-        return [LETTERS.get(letter, letter) for letter in pattern]
-    rule, count = facts_of(found.get("model_type")).layers, found.get("num_hidden_layers")
-    if rule in (None, "listed") or not isinstance(count, int):
-        return None
-    layers, attends, other = range(count), "full_attention", "linear_attention"
-    chosen: set[int] = set()
-    if rule == "every nth":
-        every = found.get("full_attention_interval") or found.get("layer_group_size") or 4
-        chosen = {i for i in layers if (i + 1) % every == 0}
-    elif rule == "indices":
-        chosen = set(found.get("attn_layer_indices") or ())
-    elif rule == "periods":
-        period, offset = found.get("attn_layer_period", 8), found.get("attn_layer_offset", 4)
-        chosen = {i for i in layers if i % period == offset}
-    elif rule == "convolutions":
-        chosen, other = set(found.get("full_attn_idxs") or layers), "conv"
-    elif rule == "all":
-        chosen, attends = set(layers), "hybrid"
-    elif rule == "kimi":
-        told = (found.get("linear_attn_config") or {}).get("full_attn_layers")
-        chosen = {i - 1 for i in told} if told else {i for i in layers if i and i % 4 == 0}
-    elif rule == "sixths":
-        chosen = {i for i in layers if i == 0 or (i + 1) % 6 == 0}
-        other = "sliding_attention"
-    return [attends if i in chosen else other for i in layers]
-
-
 def _add_sizes(found: dict[str, Any], facts: Facts) -> None:
     """Adds sizes that a family derives from others."""
     if facts.shares_block:
         wide = 2 * found["hidden_size"] // found["num_attention_heads"]
         found["head_dim"] = found.get("attention_head_dim") or wide
     if facts.states == "kimi delta":
-        told = found.get("linear_attn_config") or {}
-        names = {"head_dim": 128, "num_heads": 32, "short_conv_kernel_size": 4}
-        ours = "linear_head_dim", "linear_num_heads", "linear_conv_kernel_dim"
-        for name, (theirs, usual) in zip(ours, names.items()):
-            found[name] = told.get(theirs) or found.get(name) or usual
+        heads = found["num_attention_heads"]
+        dim = found.get("head_dim") or found["hidden_size"] // heads
+        usual = {"linear_head_dim": dim, "linear_num_heads": heads, "linear_conv_kernel_dim": 4}
+        found |= {name: found.get(name) or value for name, value in usual.items()}
     if found.get("block_auto_adjust_ff_dim"):
         size = int(
             2 * found["intermediate_size"] / 3 * (found.get("block_ffn_dim_multiplier") or 1)

@@ -111,10 +111,13 @@ def _index_shape(text: Any) -> KVShape:
     """The shape of a token's index key; in blocks with its rotation, in pools with its gate."""
     width = field_of(text, "indexer_head_dim") or field_of(text, "index_head_dim")
     form = facts_of(field_of(text, "model_type")).indexer
-    if form == "blocks by head" and text.index_n_heads != text.num_key_value_heads:
+    if width is None:
+        raise ValueError("config: expected index_head_dim, the width of its index keys, got None")
+    heads = field_of(text, "index_n_heads")
+    if form == "blocks by head" and heads != text.num_key_value_heads:
         raise UnsupportedModelError(
             f"config: expected {text.num_key_value_heads} index_n_heads, as many as KV heads, "
-            f"since each of these chooses its tokens, got {text.index_n_heads}"
+            f"since each of these chooses its tokens, got {heads}"
         )
     if form == "pools":
         width *= 2
