@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from pagedkv.cache.cache import PagedKVCache
-from pagedkv.config import CacheConfig
+from pagedkv.config import CacheConfig, field_of
 from pagedkv.errors import UnsupportedModelError
 from pagedkv.hf.model import text_config
 
@@ -90,7 +90,11 @@ def _run_padded(packed: PackedModel, seqs: Sequence[int]) -> None:
     """A decoding step as graphs replay it, with room for prefixes wherever rows can share some."""
     from pagedkv.attention import on_triton
 
-    kv, heads = packed.kv, text_config(packed.model).num_attention_heads
+    kv = packed.kv
+    try:
+        heads = field_of(text_config(packed.model), "num_attention_heads")
+    except UnsupportedModelError:  # they differ from layer to layer: there are no graphs of it
+        return
     step = kv.prepare(seqs, torch.zeros(len(seqs), dtype=torch.int64, device="cpu"), num_new=1)
     rooms = {
         number: on_triton.room_for_prefixes(step, number, len(seqs), heads)

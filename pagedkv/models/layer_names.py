@@ -26,7 +26,8 @@ def layer_names(found: Mapping[str, Any]) -> list[str] | None:
     if listed is not None:
         more = found.get("num_nextn_predict_layers") or 0  # some files list those behind the others
         listed = listed[:count] if more and len(listed) == (count or 0) + more else listed
-        return [NEWER.get(name, name) for name in listed]
+        newer = {**NEWER, "full_attention": "indexed_attention"} if chooses(found) else NEWER
+        return [newer.get(name, name) for name in listed]
     if sparse := (found.get("sparse_attention_config") or {}).get("sparse_attention_freq"):
         return ["minimax_m3_sparse" if one else "full_attention" for one in sparse]
     if pattern := found.get("hybrid_override_pattern"):
@@ -51,6 +52,9 @@ def layer_names(found: Mapping[str, Any]) -> list[str] | None:
         chosen, attends = set(layers), "hybrid"
     elif rule == "no window":
         chosen = set(layers)
+    elif rule == "second of four":
+        attends, other = attends if not chooses(found) else "indexed_attention", "sliding_attention"
+        chosen = {i for i in layers if i < 2 or i % 4 == 1}
     elif rule == "kimi":
         told = (found.get("linear_attn_config") or {}).get("full_attn_layers")
         chosen = {i - 1 for i in told} if told else {i for i in layers if i and i % 4 == 0}
@@ -71,13 +75,18 @@ def layer_names(found: Mapping[str, Any]) -> list[str] | None:
     return [attends if i in chosen else other for i in layers]
 
 
+def chooses(found: Mapping[str, Any]) -> bool:
+    """Whether layers that see all tokens choose among them, where others have windows."""
+    slides = facts_of(found.get("model_type")).layers == "second of four"
+    return slides and found.get("use_dsa") is not False
+
+
 def add_windows(found: dict[str, Any]) -> None:
     """Says which layers slide, where the configuration leaves that to the model's class."""
     facts = facts_of(found.get("model_type"))
     window = found.setdefault("sliding_window", facts.window or None)
-    if (
-        before := found.get("sliding_window_size")
-    ) is not None:  # of mimo_v2_flash: without its own
+    before = found.get("sliding_window_size") if facts.twice_in_windows else None
+    if before is not None:  # without the query's own token
         found["sliding_window"] = window = before + 1
     if window is None and (around := found.get("local_attention")):  # of modernbert-decoder
         found["sliding_window"] = window = around // 2

@@ -140,7 +140,16 @@ def settings_of(config: dict[str, Any]) -> SimpleNamespace:
     add_windows(found)
     add_choices(found)
     found["no_rope_layers"] = rotated(found)
+    heads = [x.get("num_attention_heads") or 0 for x in _each_layer(found)]
+    found["num_attention_heads"] = max(found["num_attention_heads"], *heads, 0)
     return SimpleNamespace(**found)
+
+
+def _each_layer(found: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """What is said of some layers alone."""
+    layers = found.get("per_layer_config") or {}
+    each = layers.values() if isinstance(layers, Mapping) else layers
+    return [x if isinstance(x, Mapping) else vars(x) for x in each]
 
 
 def _completed(text: dict[str, Any]) -> dict[str, Any]:
@@ -195,6 +204,15 @@ def _add_shapes(found: dict[str, Any], kind: str) -> None:
             )
         found["head_dim"] = parts[0] + parts[1]
         found["num_key_value_heads"] = found["num_attention_heads"]
+    if facts_of(kind).layers == "second of four" and not found.get("per_layer_config"):
+        usual = {"num_attention_heads": 64, "head_dim": 256, "kv_lora_rank": 1024}
+        usual |= {"qk_nope_head_dim": 192, "v_head_dim": 128}
+        own = {name: found.get(f"swa_{name}") or value for name, value in usual.items()}
+        turned = found.get("swa_qk_rope_head_dim") or own["head_dim"] - own["qk_nope_head_dim"]
+        own["qk_rope_head_dim"] = turned
+        names = found["layer_types"] or []
+        slides = [i for i, name in enumerate(names) if name == "sliding_attention"]
+        found["per_layer_config"] = dict.fromkeys(slides, own)
     full_dim = found.get("global_head_dim") or facts_of(kind).full_head_dim
     if full_dim and not found.get("per_layer_config"):
         own = {"head_dim": full_dim}

@@ -72,7 +72,7 @@ def of_type(found: Mapping[str, Any], outer: Mapping[str, Any], kinds: Sequence[
         return reason
     if _is_bidirectional(found, whole):
         return BOTH_WAYS
-    if _differs_by_layer(found):
+    if _differs_by_layer(found, () if facts.latent else ("num_attention_heads",)):
         return "its layers differ in their query heads or their width"
     if strange:
         return f"layers of kind {', '.join(strange)} keep no pages"
@@ -91,8 +91,12 @@ def _is_bidirectional(found: Mapping[str, Any], outer: str) -> bool:
     return encoder or both_ways in (True, "all")
 
 
-def _differs_by_layer(found: Mapping[str, Any]) -> bool:
-    """Whether layers differ in more than the shape of K and V."""
+def _differs_by_layer(found: Mapping[str, Any], heads: Sequence[str]) -> bool:
+    """Whether layers differ in more than the shape of K and V.
+
+    Args:
+        heads: the names of query heads; none where pages have latents, one for all heads.
+    """
     layers = found.get("per_layer_config") or {}
     each = layers.values() if isinstance(layers, Mapping) else layers
-    return any(name in layer for layer in each for name in ("num_attention_heads", "hidden_size"))
+    return any(name in layer for layer in each for name in (*heads, "hidden_size"))

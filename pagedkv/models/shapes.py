@@ -53,19 +53,21 @@ def kv_shapes(text: Any, kinds: Sequence[LayerKind]) -> list[KVShape]:
     if (seen := seen_of(text)) is not None:
         return list(seen.shapes)
     index = [_index_shape(text) for _ in index_layers(kinds)]
-    if rank := field_of(text, "kv_lora_rank"):
+    layers = _layers(text, len(kinds))
+    ranks = [field_of(layer, "kv_lora_rank") for layer in layers]
+    if any(ranks):
         if not facts_of(field_of(text, "model_type")).latent:
             raise UnsupportedModelError(
                 "config: latent attention (MLA) is served for "
                 f"{', '.join(types_with('latent'))}, not for {field_of(text, 'model_type')}"
             )
-        widths = [rank + rotated for rotated in _rotated(text, len(kinds))]
+        rotates = field_of(text, "no_rope_layers") or [True] * len(kinds)  # 0 says: it does not
+        rotated = [field_of(x, "qk_rope_head_dim") * bool(r) for x, r in zip(layers, rotates)]
         return [
-            KVShape(1, width, rank, v_is_k=True)
-            for width, kind in zip(widths, kinds)
+            KVShape(1, rank + more, rank, v_is_k=True)
+            for rank, more, kind in zip(ranks, rotated, kinds)
             if kind.attention is not None
         ] + index
-    layers = _layers(text, len(kinds))
     own = [_shape(layers[i], kind) for i, kind in enumerate(kinds) if kind.attention is not None]
     return own + index
 
@@ -126,12 +128,6 @@ def _index_shape(text: Any) -> KVShape:
         dim = field_of(text, "head_dim") or text.hidden_size // text.num_attention_heads
         width += int(dim * told.get("partial_rotary_factor", 1.0))
     return KVShape(1, width, width, v_is_k=True)
-
-
-def _rotated(text: Any, count: int) -> list[int]:
-    """Elements of the rotated key beside the latents of each layer; 0 where none is rotated."""
-    rotates = field_of(text, "no_rope_layers") or [True] * count  # 0 says that a layer has none
-    return [field_of(text, "qk_rope_head_dim") if one else 0 for one in rotates]
 
 
 def _layers(text: Any, count: int) -> Sequence[Any]:

@@ -12,6 +12,7 @@ from tests.hf.zoo import _MROPE, _SPARSE, built
 
 BY_TOKEN = ("input_ids", "attention_mask", "mm_token_type_ids")
 NESTED = {"idefics2", "idefics3", "smolvlm"}  # a row has several images
+ENDS_LINES = {"hy_v4_vl"}  # with a token behind each line of an image
 
 
 def looking(model: PreTrainedModel, *texts: Tensor) -> dict[str, Tensor]:
@@ -52,21 +53,25 @@ def seeing(model, *texts, patches=4, seed=0):
     merge, size = vision.spatial_merge_size, vision.patch_size
     channels = getattr(vision, "in_channels", getattr(vision, "in_chans", 3))
     kind = "vision" if hasattr(config, "vision_start_token_id") else "image"
-    begin, end = (getattr(config, f"{kind}_{where}_token_id") for where in ("start", "end"))
-    image = torch.full((patches**2 // merge**2,), config.image_token_id)
+    begin, end = (getattr(config, f"{kind}_{where}_token_id", 6) for where in ("start", "end"))
+    lines = patches // merge
+    image = torch.full((lines * (lines + (config.model_type in ENDS_LINES)),), image_token(model))
     ids = torch.stack(
         [torch.cat([torch.tensor([1, 5, begin]), image, torch.tensor([end]), t]) for t in texts]
     )
     frames = getattr(vision, "temporal_patch_size", int(hasattr(vision, "temporal_merge_size")))
+    frames = 1 if config.model_type in ENDS_LINES else frames
     pixels = (channels * frames * size**2,) if frames else (channels, size, size)
     generator = torch.Generator().manual_seed(seed)
-    return {
+    prompt = {
         "input_ids": ids,
         "attention_mask": torch.ones_like(ids),
         "pixel_values": torch.randn(len(texts) * patches**2, *pixels, generator=generator),
         "image_grid_thw": torch.tensor([[1, patches, patches]] * len(texts)),
-        "mm_token_type_ids": (ids == config.image_token_id).int(),
     }
+    if config.model_type in GRIDDED:
+        return prompt
+    return {**prompt, "mm_token_type_ids": (ids == image_token(model)).int()}
 
 
 def _plain(tokens, size, *lead, sized=False, **own):
@@ -108,7 +113,10 @@ MROPE = {
     "glm4v_moe": {},
     "glm_ocr": {},
     "paddleocr_vl": {},
+    "hy_v4_vl": {},
 }
+# The same pixels, but counted like text.
+GRIDDED: dict[str, dict[str, Any]] = {"glm5_next": {}, "minimax_m3_vl": {}}
 # The same, whose images packed rows do not serve.
 MROPE_ALONE = {"ernie4_5_vl_moe": {}}
 
@@ -117,7 +125,7 @@ def seeing_model(kind):
     """A random model of an image-text type that looks at small images, or hears short audio."""
     if kind in AUDIO:
         return hearing_model(kind)
-    own = {**MROPE, **MROPE_ALONE}
+    own = {**MROPE, **MROPE_ALONE, **GRIDDED}
     model = built(kind, sees=True, **(own[kind] if kind in own else PLAIN[kind][0]))
     for name, parameter in model.named_parameters():
         if "projection" in name and not parameter.any():  # all images would look alike
@@ -130,7 +138,7 @@ def pictured(model, text, patches=4, seed=0):
     kind = model.config.model_type
     if kind in AUDIO:
         return heard(model, text, seed=seed)
-    if kind in MROPE:
+    if kind in MROPE or kind in GRIDDED:
         return seeing(model, text, patches=patches, seed=seed)
     _, tokens, shape, sized = PLAIN[kind]
     image = torch.full((tokens,), image_token(model))

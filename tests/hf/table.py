@@ -29,7 +29,7 @@ from pagedkv.models import layer_kinds, shared_layers
 from pagedkv.models.kinds import index_layers
 from tests.batch.generating import assert_same, generator
 from tests.hf.doors import OPTIONS, SIZES, is_planned, padded, reasons, rows_of_tokens
-from tests.hf.images import MROPE, PLAIN, pictured, seeing_model
+from tests.hf.images import GRIDDED, MROPE, PLAIN, pictured, seeing_model
 from tests.hf.sounds import AUDIO
 from tests.hf.tiny import CLOSE_CALL, generate
 from tests.hf.zoo import IMAGE_TEXT, built
@@ -40,7 +40,7 @@ BEGIN, END = "<!-- made by tests/hf/table.py -->", "<!-- end -->"
 WIDTH = 100
 WHOLE_NAMES = {"break_on_hyphens": False, "break_long_words": False}
 # Gemma 3's processor asks for images that are read both ways.
-PICTURED = {*MROPE, *PLAIN} - {"gemma3"}
+PICTURED = {*MROPE, *GRIDDED, *PLAIN} - {"gemma3"}
 TYPES = sorted({*TEXT_AND_IMAGES, *AUDIO})
 SERVED = ("layers keep", "`PagedCache`", "`BatchGenerator`", "`LayerStreamer`", "plan", "format")
 REFUSED = ("refused because", "`LayerStreamer`")

@@ -86,6 +86,7 @@ OLDER = {
     "global_attn_every_n_layers": ("modernbert-decoder", {"global_attn_every_n_layers": 2}),
     "full_attention_interval": ("qwen3_next", {"full_attention_interval": 3}),
     "sliding_window_size": ("mimo_v2_flash", {"sliding_window_size": 30}),
+    "swa_kv_lora_rank": ("dots3_note_text", {"swa_kv_lora_rank": 96, "sliding_window_size": 40}),
     "linear_attn_config": ("kimi_linear", {"linear_attn_config": {"head_dim": 8, "num_heads": 6}}),
     "mamba_d_conv": ("nemotron_h", {"mamba_d_conv": 3, "hybrid_override_pattern": "MM*M-M*M-"}),
     "layers of drafts": (
@@ -102,7 +103,7 @@ def test_older_fields_of_files_on_the_hub_are_read_as_the_class_reads_them(case)
         pytest.skip(f"transformers names {kind} inside another type alone")
     whole = {**written(CONFIG_MAPPING[kind]()), **LISTS, "model_type": kind}
     whole = {name: value for name, value in whole.items() if value is not None}
-    lists = {name for name, value in whole.items() if isinstance(value, list)}
+    lists = {name for name, value in whole.items() if isinstance(value, (list, dict))}
     file = {name: value for name, value in whole.items() if name not in lists} | fields
     known = completed(file)
     assert known is not None

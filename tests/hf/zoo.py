@@ -116,6 +116,23 @@ OWN: dict[str, dict[str, Any]] = {
         "text_config": {"mlp_layer_types": ["dense", "sparse"], "num_experts_per_tok": 2}
     },
     "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
+    "dots3_note_text": {
+        **_CHOOSES,
+        "num_hidden_layers": 4,
+        "num_key_value_heads": 4,
+        "n_routed_experts": 4,
+        "head_dim": 16,
+        "sliding_window": WINDOW,
+        "num_experts_per_tok": 2,
+        "shared_experts_intermediate_size": 16,
+        "mlp_layer_types": ["dense"] + ["sparse"] * 3,
+        "layer_types": ["indexed_attention"] * 2 + [_S, "indexed_attention"],
+        **{f"swa_{name}": 2 for name in ("num_attention_heads", "num_key_value_heads")},
+        **{f"swa_{name}": 8 for name in ("qk_nope_head_dim", "v_head_dim")},
+        "swa_q_lora_rank": 16,
+        "swa_kv_lora_rank": 24,
+        "swa_head_dim": 16,
+    },
     "emu3": {
         "vocabulary_map": {"<image>": VOCAB - 1, "<|extra_200|>": VOCAB - 2}
         | {"<|visual token 000000|>": VOCAB - 3}
