@@ -183,6 +183,12 @@ class Scores(_Noted):
             raise self.strange("masked_fill")
         return self + mask
 
+    def at_least(self, floor: Any) -> Scores:
+        """Returns itself: what hides a score may be no lower than this, and hides it as well."""
+        if self.are_weights or not isinstance(floor, Tensor) or floor.ndim or floor.item() > LEAST:
+            raise self.strange("max")
+        return self
+
     def weights(self, dim: int) -> Scores:
         """Their softmax."""
         if self.are_weights or dim % self.like.ndim != self.like.ndim - 1:
@@ -271,11 +277,16 @@ def _added_product(
     return scores + (bias if beta == 1 else bias * beta)
 
 
+def _max(scores: Any, floor: Any) -> Any:
+    return scores.at_least(floor)
+
+
 _FUNCTIONS: dict[str, Any] = {
     "matmul": _product,
     "rmatmul": lambda one, other: _product(other, one),
     "bmm": _product,
     "baddbmm": _added_product,
+    "max": _max,
     "softmax": _softmax,
     "dropout": _dropout,
 }

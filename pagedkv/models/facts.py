@@ -102,7 +102,7 @@ class Facts:
 _REFUSED = {
     "its attention does not go through transformers' attention interface": (
         "big_bird blip cpmant gpt_neo gpt_neox_japanese megatron-bert openai-gpt "
-        "rembert roformer reformer trocr xglm xlm xlnet"
+        "rembert roformer reformer trocr xlm xlnet"
     ),
     "encoder-decoder models keep a second cache for cross-attention": (
         "bart bigbird_pegasus blenderbot blenderbot-small florence2 longt5 m2m_100 marian mbart "
@@ -213,6 +213,7 @@ FACTS: dict[str, Facts] = {
     "sarvam_mla": _LATENT,
     "step3p5": Facts(layers="no window"),
     "vaultgemma": Facts(every=2),
+    "xglm": Facts(written=True),
     "youtu": _LATENT,
     "zamba": replace(_SHARED_BLOCK, states="mamba1", stepwise=True),
     "zamba2": _SHARED_BLOCK,
