@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from pagedkv.hf.adapters import state_of
-from pagedkv.hf.model import text_config
+from pagedkv.hf.model import query_heads, text_config
 from pagedkv.hf.telling import warn
 from pagedkv.models import layer_kinds
 from pagedkv.step.metadata import StepMetadata
@@ -63,9 +63,12 @@ class DecodeGraphs:
         self._rooms: dict[tuple[int, int], Any] = {}  # by rows and group
         self._weights: tuple[Any, ...] = ()
         self._pool = torch.cuda.graph_pool_handle() if packed.kv.device.type == "cuda" else None
-        # Of captures in a row. What an indexer chooses is asked of the device, row by row.
+        # Of captures in a row. What an indexer chooses is asked of the device, row by row, and what
+        # rows share is planned for one count of query heads.
         kinds = layer_kinds(text_config(packed.model))
-        self._failures = ATTEMPTS if any(kind.indexer is not None for kind in kinds) else 0
+        chooses = any(kind.indexer is not None for kind in kinds)
+        never = chooses or query_heads(packed.model) is None
+        self._failures = ATTEMPTS if never else 0
 
     @property
     def refused(self) -> bool:
@@ -104,7 +107,8 @@ class DecodeGraphs:
         """
         from pagedkv.attention import on_triton  # there are no graphs where there is no Triton
 
-        heads = text_config(self._packed.model).num_attention_heads
+        heads = query_heads(self._packed.model)
+        assert heads is not None  # else nothing is captured
         groups = range(len(step.config.groups))
         works = {group: on_triton.shared_work(step, group, heads) for group in groups}
         new = {group for group, work in works.items() if work is not None} - self._sharing

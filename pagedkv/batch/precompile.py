@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from pagedkv.cache.cache import PagedKVCache
-from pagedkv.config import CacheConfig, field_of
+from pagedkv.config import CacheConfig
 from pagedkv.errors import UnsupportedModelError
-from pagedkv.hf.model import text_config
+from pagedkv.hf.model import query_heads
 
 from .packed import PackedModel
 
@@ -90,10 +90,8 @@ def _run_padded(packed: PackedModel, seqs: Sequence[int]) -> None:
     """A decoding step as graphs replay it, with room for prefixes wherever rows can share some."""
     from pagedkv.attention import on_triton
 
-    kv = packed.kv
-    try:
-        heads = field_of(text_config(packed.model), "num_attention_heads")
-    except UnsupportedModelError:  # they differ from layer to layer: there are no graphs of it
+    kv, heads = packed.kv, query_heads(packed.model)
+    if heads is None:  # there are no graphs of such a model
         return
     step = kv.prepare(seqs, torch.zeros(len(seqs), dtype=torch.int64, device="cpu"), num_new=1)
     rooms = {

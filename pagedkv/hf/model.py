@@ -34,6 +34,15 @@ def text_config(model: PreTrainedModel) -> Any:
     return model.config.get_text_config(decoder=True)
 
 
+def query_heads(model: PreTrainedModel) -> int | None:
+    """How many query heads its layers have; None where they have several counts."""
+    try:
+        count: int = field_of(text_config(model), "num_attention_heads")
+    except UnsupportedModelError:
+        return None
+    return count
+
+
 Kind = tuple[torch.dtype, torch.device]
 
 

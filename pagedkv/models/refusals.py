@@ -72,8 +72,8 @@ def of_type(found: Mapping[str, Any], outer: Mapping[str, Any], kinds: Sequence[
         return reason
     if _is_bidirectional(found, whole):
         return BOTH_WAYS
-    if _differs_by_layer(found, () if facts.latent else ("num_attention_heads",)):
-        return "its layers differ in their query heads or their width"
+    if _differs_in_width(found):
+        return "its layers differ in their width"
     if strange:
         return f"layers of kind {', '.join(strange)} keep no pages"
     if kinds and all(KEEPS[name] in ("state", "none") for name in kinds):
@@ -91,12 +91,8 @@ def _is_bidirectional(found: Mapping[str, Any], outer: str) -> bool:
     return encoder or both_ways in (True, "all")
 
 
-def _differs_by_layer(found: Mapping[str, Any], heads: Sequence[str]) -> bool:
-    """Whether layers differ in more than the shape of K and V.
-
-    Args:
-        heads: the names of query heads; none where pages have latents, one for all heads.
-    """
+def _differs_in_width(found: Mapping[str, Any]) -> bool:
+    """Whether layers differ in more than their heads."""
     layers = found.get("per_layer_config") or {}
     each = layers.values() if isinstance(layers, Mapping) else layers
-    return any(name in layer for layer in each for name in (*heads, "hidden_size"))
+    return any("hidden_size" in layer for layer in each)

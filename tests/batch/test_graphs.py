@@ -253,6 +253,12 @@ def test_a_model_that_cannot_be_captured_runs_without_and_says_so():
     assert [r.tokens for r in got] == [r.tokens for r in expected]
 
 
+def test_layers_of_several_head_counts_are_not_captured():
+    """Alone finds a graph whose shared work is planned for the heads of another layer."""
+    with BatchGenerator(built("step3p7"), page_size=4, max_tokens=64) as batched:
+        assert DecodeGraphs(batched._packed).refused
+
+
 def test_a_capture_that_failed_once_is_tried_again_later(recwarn):
     recorder, failures = Recorder(), []
 

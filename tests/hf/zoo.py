@@ -181,7 +181,7 @@ OWN: dict[str, dict[str, Any]] = {
     },
     "qwen4_exp": {"text_config": _SPARSE},
     "step3p7": {
-        "text_config": {**_SLIDES, "sliding_window": WINDOW}
+        "text_config": {**_SLIDES, "sliding_window": WINDOW, "num_sliding_attention_heads": 8}
         | {"rope_parameters": {_F: _ROPE, _S: _ROPE}}
     },
     "qwen3_vl": {"text_config": {"rope_parameters": {**_MROPE, "mrope_interleaved": True}}},

@@ -107,7 +107,7 @@ def test_a_configuration_without_what_counts_is_refused():
             "nemotron_h .*does not list its layers",
         ),
         ({"layers_block_type": ["mamba", "attention"]}, "kind linear_attention keep"),
-        ({"per_layer_config": {"1": {"num_attention_heads": 64}}}, "differ in their query heads"),
+        ({"per_layer_config": {"1": {"hidden_size": 64}}}, "differ in their width"),
         ({"model_type": "paligemma", "text_config": {"model_type": "gemma"}}, "not causal"),
         ({"model_type": "bert"}, "not causal"),
         ({"model_type": "mamba", "num_attention_heads": None}, "mamba has no attention heads"),
