@@ -146,7 +146,7 @@ def settings_of(config: dict[str, Any]) -> SimpleNamespace:
 
 
 def _each_layer(found: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """What is said of some layers alone."""
+    """Returns the fields that are said of some layers alone."""
     layers = found.get("per_layer_config") or {}
     each = layers.values() if isinstance(layers, Mapping) else layers
     return [x if isinstance(x, Mapping) else vars(x) for x in each]
@@ -160,7 +160,9 @@ def _completed(text: dict[str, Any]) -> dict[str, Any]:
     }
     given = text | given
     told = {name for names in _groups() if not given.keys().isdisjoint(names) for name in names}
-    return {name: value for name, value in found.values.items() if name not in told} | given
+    whole = {name: value for name, value in found.values.items() if name not in told} | given
+    ours = {name: whole.get(of) for name, of in found.older.items() if name in SIZES}
+    return ours | whole
 
 
 def _groups() -> list[tuple[str, ...]]:
