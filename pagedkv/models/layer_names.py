@@ -85,6 +85,8 @@ def add_windows(found: dict[str, Any]) -> None:
     """Says which layers slide, where the configuration leaves that to the model's class."""
     facts = facts_of(found.get("model_type"))
     window = found.setdefault("sliding_window", facts.window or None)
+    if window is None and facts.layers == "second of four":  # whose class takes null for the usual
+        found["sliding_window"] = window = facts.window
     before = found.get("sliding_window_size") if facts.twice_in_windows else None
     if before is not None:  # without the query's own token
         found["sliding_window"] = window = before + 1

@@ -61,6 +61,8 @@ def kv_shapes(text: Any, kinds: Sequence[LayerKind]) -> list[KVShape]:
                 "config: latent attention (MLA) is served for "
                 f"{', '.join(types_with('latent'))}, not for {field_of(text, 'model_type')}"
             )
+        if not all(ranks):
+            raise ValueError(f"config: expected kv_lora_rank of every layer, got {ranks}")
         rotates = field_of(text, "no_rope_layers") or [True] * len(kinds)  # 0 says: it does not
         rotated = [field_of(x, "qk_rope_head_dim") * bool(r) for x, r in zip(layers, rotates)]
         return [
