@@ -40,6 +40,7 @@ MOST_QUERIES = 16  # rows with more new tokens are prefill's
 # and its splits at least and at most (docs/decisions/0062-splits-are-a-rule-of-the-row.md).
 WORK, LEAST_SPLITS, MOST_SPLITS = 256, 32, 128
 SHARED_WORK, LEAST_SHARES, MOST_SHARES = 64, 8, 16
+MANY_HEADS = 4  # KV heads from which on a short row is not cut: nothing is merged then
 # Times as many programs as fit beside each other: the card hands the next one out where one ends,
 # which evens out what they take, and their first loads come while others compute.
 IN_TURN = 10
@@ -53,6 +54,7 @@ class Tuning(NamedTuple):
         programs: that fit beside each other on a multiprocessor, by the kernel report.
         split, longest, splits: where rows are cut, as in `Cut`; splits None for what the number of
             KV heads gives.
+        whole: as in `Cut`, where a row has programs enough by its KV heads.
         packed: words are taken apart two at a time, see `codes.unpack`.
     """
 
@@ -64,6 +66,7 @@ class Tuning(NamedTuple):
     splits: int | None = None
     packed: bool = True
     longest: int = 1024
+    whole: int = 1024
 
     def cut(self, geometry: Geometry, queries: int) -> Cut:
         """Cuts rows of few new tokens into tiles of `queries` queries, and splits."""
@@ -71,7 +74,8 @@ class Tuning(NamedTuple):
         shares = min(max(LEAST_SHARES, SHARED_WORK // geometry.num_kv_heads), MOST_SHARES)
         # Splits begin with a whole tile of any kernel that may attend to them.
         rule = self.split, splits, max(self.block_n, shared_prefix.WHOLE), self.longest, shares
-        return Cut(1, MOST_QUERIES, queries, *rule)
+        many = geometry.num_kv_heads >= MANY_HEADS and not geometry.wide
+        return Cut(1, MOST_QUERIES, queries, *rule, self.whole if many else 0)
 
 
 # For each product of 16, 32 and 64 rows, as far as registers reach, keyed by (architecture or None
@@ -127,7 +131,8 @@ CODED: dict[tuple[bool, int, int], tuple[Tuning, Tuning, Tuning]] = {
     (False, 128, 4): (Tuning(32, 1, 4, 4), Tuning(32, 2, 3, 4), Tuning(32, 4, 3, 2)),
     (False, 256, 4): (Tuning(32, 2, 3, 3), Tuning(32, 4, 3, 2), Tuning(16, 8, 3, 1)),
 }
-INTERPRETED = Tuning(32, 4, 1, 1, 64, 4, False)  # small, so that small tests split and merge
+# Small, so that small tests split and merge.
+INTERPRETED = Tuning(32, 4, 1, 1, 64, 4, False, whole=0)
 
 
 def most_splits(geometry: Geometry) -> int:

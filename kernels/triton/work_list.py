@@ -62,6 +62,7 @@ class Cut(NamedTuple):
         longest: tokens up to which splits grow with their row; a row that is longer still has more
             of them, and from `splits` on longer ones again.
         shares: splits of a row as long as they grow.
+        whole: tokens up to which a row is one split, whatever else is said.
     """
 
     fewest: int
@@ -72,6 +73,7 @@ class Cut(NamedTuple):
     block: int
     longest: int = 0
     shares: int = 16
+    whole: int = 0
 
     def tiles(self, bounds: Bounds) -> int:
         """Most tiles of queries."""
@@ -80,13 +82,15 @@ class Cut(NamedTuple):
 
     def parts(self, visible: int) -> int:
         """Returns the most splits of a row that attends to `visible` tokens or fewer."""
+        if visible <= self.whole:
+            return 1
         growing = min(self.shares, -(-visible // self.split))
         return max(1, min(self.splits, max(growing, -(-visible // max(self.split, self.longest)))))
 
     def into(self, length: int) -> tuple[int, int]:
         """Returns splits of `length` tokens, and tokens of each, as the device's `_splits_of`."""
         fewest = max(self.split, min(-(-length // self.shares), self.longest))
-        splits = min(max(-(-length // fewest), 1), self.splits)
+        splits = min(max(-(-length // fewest), 1), self.splits) if length > self.whole else 1
         size = max(-(-length // (splits * self.block)), 1) * self.block
         return max(-(-length // size), 1), size
 
@@ -114,11 +118,13 @@ def _splits_of(
     BLOCK: tl.constexpr,
     LONGEST: tl.constexpr,
     SHARES: tl.constexpr,
+    WHOLE: tl.constexpr,
 ):
     """Returns the splits of a row of `length` tokens, and the tokens of each."""
     share = (length + SHARES - 1) // SHARES
     fewest = tl.maximum(tl.minimum(share, LONGEST), SPLIT)
     splits = tl.minimum(tl.maximum((length + fewest - 1) // fewest, 1), SPLITS)
+    splits = tl.where(length > WHOLE, splits, 1)
     size = tl.maximum((length + splits * BLOCK - 1) // (splits * BLOCK), 1) * BLOCK
     return tl.maximum((length + size - 1) // size, 1), size
 
@@ -137,12 +143,13 @@ def _items_of(
     BLOCK: tl.constexpr,
     LONGEST: tl.constexpr,
     SHARES: tl.constexpr,
+    WHOLE: tl.constexpr,
 ):
     """First visible token, tokens a split, splits and items of rows."""
     first = tl.maximum(skip, kv_len - new - window + 1)
     aligned = first // BLOCK * BLOCK
     length = tl.maximum(kv_len - aligned, 0)
-    splits, size = _splits_of(length, SPLIT, SPLITS, BLOCK, LONGEST, SHARES)
+    splits, size = _splits_of(length, SPLIT, SPLITS, BLOCK, LONGEST, SHARES, WHOLE)
     takes_part = (new >= fewest) & (new <= most)
     items = tl.where(takes_part, (new + queries - 1) // queries * splits, 0)
     return first, aligned, size, splits, items
@@ -167,6 +174,7 @@ def _cut_rows(
     BLOCK: tl.constexpr,
     LONGEST: tl.constexpr,
     SHARES: tl.constexpr,
+    WHOLE: tl.constexpr,
     HAS_SKIPS: tl.constexpr,
     CAUSAL: tl.constexpr,
 ):
@@ -187,7 +195,7 @@ def _cut_rows(
             skips = tl.load(skips_ptr + rows * 2, mask=there, other=0)
         _, _, _, _, items = _items_of(
             *(kv_lens, ends - begins, skips, window, fewest, most, queries),
-            *(SPLIT, SPLITS, BLOCK, LONGEST, SHARES),
+            *(SPLIT, SPLITS, BLOCK, LONGEST, SHARES, WHOLE),
         )
         before += tl.sum(tl.where(there, items, 0))
     kv_len = tl.load(kv_lens_ptr + row)
@@ -200,7 +208,7 @@ def _cut_rows(
         shared = tl.load(skips_ptr + row * 2 + 1)
     _, aligned, size, splits, items = _items_of(
         *(kv_len, new, skip, window, fewest, most, queries),
-        *(SPLIT, SPLITS, BLOCK, LONGEST, SHARES),
+        *(SPLIT, SPLITS, BLOCK, LONGEST, SHARES, WHOLE),
     )
     for start in range(0, items, 32):
         index = start + tl.arange(0, 32)
@@ -273,6 +281,8 @@ def cut_rows(
 
 @functools.cache
 def _launcher(splits: tuple[int, ...], has_skips: bool, causal: bool, target: Target) -> Launcher:
-    static: dict[str, int] = dict(zip(("SPLIT", "SPLITS", "BLOCK", "LONGEST", "SHARES"), splits))
+    static: dict[str, int] = dict(
+        zip(("SPLIT", "SPLITS", "BLOCK", "LONGEST", "SHARES", "WHOLE"), splits)
+    )
     static |= {"HAS_SKIPS": has_skips, "CAUSAL": causal}
     return Launcher(_cut_rows, target, static, num_warps=1, num_stages=1)

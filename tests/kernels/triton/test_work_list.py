@@ -195,6 +195,7 @@ CUTS = {
     "tiles longer than a step of the rule": Cut(1, 16, 8, 32, 64, 48, 64),
     "of one length": Cut(1, 16, 8, 64, 40, 16),
     "long from the start": Cut(1, 16, 8, 96, 64, 32, 64),
+    "short rows whole": Cut(1, 16, 8, 64, 20, 32, 64, 8, 200),
 }
 
 
