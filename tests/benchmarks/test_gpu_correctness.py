@@ -51,7 +51,7 @@ from pagedkv.kernels.triton.card import AbsentCard
 from benchmarks.gpu import grid, precompile
 from pagedkv.kernels.triton import backend as paged
 
-cells = [cell for cell in grid.core() if cell.id in ("decode/A/b1/1k/p16", "append/A/1x4k")]
+cells = [cell for cell in grid.core() if cell.id in ("decode/A/b1/4k/p16", "append/A/1x4k")]
 checks, wrong = precompile.collect(precompile.case_calls(90))
 assert not wrong, wrong
 every, _ = precompile.collect(partial(precompile.call, cell) for cell in grid.everything())
@@ -63,7 +63,7 @@ assert len(set(checks)) == len(checks)
 jobs, wrong = precompile.collect(partial(precompile.call, cell) for cell in cells)
 assert not wrong, wrong
 names = {job.kernel for job in jobs}
-assert names == {"_decode", "_merge", "_cut_rows", "_write_kv"}, names
+assert names == {"_decode_hopper", "_merge", "_cut_rows", "_write_kv"}, names
 precompile.start(90)
 for job in jobs:
     if job.kernel in ("_write_kv", "_cut_rows"):
