@@ -108,7 +108,7 @@ from benchmarks.gpu import grid, precompile
 calls = [partial(precompile.call, cell) for cell in grid.core()[:1]]
 jobs, wrong = precompile.collect([lambda: 1 / 0, *calls])
 assert wrong == ["not listed: ZeroDivisionError: division by zero"], wrong
-assert "_decode" in {job.kernel for job in jobs}
+assert "_decode_hopper" in {job.kernel for job in jobs}
 """
     forked(program, TRITON_INTERPRET="0")
 
