@@ -1,7 +1,7 @@
 """Attention of two groups of warps to latents, and the warp that copies for them.
 
-Parts of a tile have rings of their own, as `latents.py` says. What groups tell each other goes
-through a ring as well, of tiles of weights and a number a row.
+Parts of a tile have rings of their own, as `latents.py` says. What one group gives the
+other, a tile of weights and a number a row, has one place.
 """
 
 from __future__ import annotations
@@ -144,20 +144,19 @@ def _weights(
 
 
 @gluon.jit
-def _show(exchange, weights, fade, shown, SIZES: gl.constexpr):
-    """Gives the other group a tile's weights, once it has multiplied those before in their place.
+def _show(exchange, weights, fade, shown):
+    """Gives the other group a tile's weights, once it has multiplied those before.
 
     By `fade` it multiplies its sums.
     """
-    w_ring, fades, full, empty = exchange
-    place = shown % SIZES.shown
-    mbarrier.wait(empty.index(place), shown // SIZES.shown % 2 ^ 1)
+    w_tile, fades, full, empty = exchange
+    mbarrier.wait(empty, shown % 2 ^ 1)
     if weights is not None:
-        w_ring.index(place).store(weights)
-    fades.index(place).store(fade)
+        w_tile.store(weights)
+    fades.store(fade)
     fence_async_shared()
     barrier()
-    mbarrier.arrive(full.index(place), count=1)
+    mbarrier.arrive(full, count=1)
 
 
 @gluon.jit
@@ -225,68 +224,9 @@ def attend_left(
         barrier()
         mbarrier.arrive(rest_empty.index(count % SIZES.stages), count=1)
         count += 1
-        if SIZES.ahead:
-            start = (high - 1) * BLOCK_N
-            blank(left_ring.index((count - 1) % SIZES.stages), start, begin, end, LAYOUT, SIZES)
-            weights, fade, top, total = _weights(
-                *(scores, start, begin, end, scale, top, total, dtype, S_LAYOUT, SIZES)
-            )
-            _show(exchange, weights, fade, shown, SIZES)
-            shown += 1
-            operand = gl.convert_layout(weights, W_LAYOUT)
-            for at in range(1, high - low):
-                # While the next tile's weights are made, this tile's are multiplied.
-                place = (count - 1) % SIZES.stages
-                following = count % SIZES.stages
-                start = (high - 1 - at) * BLOCK_N
-                scores = _scores(queries, rings, count, S_LAYOUT, SIZES)
-                acc = warpgroup_mma(operand, left_ring.index(place), acc, is_async=True)
-                scores = warpgroup_mma_wait(1, deps=[scores])
-                barrier()
-                mbarrier.arrive(rest_empty.index(following), count=1)
-                blank(left_ring.index(following), start, begin, end, LAYOUT, SIZES)
-                weights, fade, top, total = _weights(
-                    *(scores, start, begin, end, scale, top, total, dtype, S_LAYOUT, SIZES)
-                )
-                _show(exchange, weights, fade, shown, SIZES)
-                acc, operand = warpgroup_mma_wait(0, deps=[acc, operand])
-                barrier()
-                mbarrier.arrive(left_empty.index(place), count=1)
-                acc = acc * gl.expand_dims(gl.convert_layout(fade, O_ROWS), 1)
-                operand = gl.convert_layout(weights, W_LAYOUT)
-                count += 1
-                shown += 1
-            mbarrier.arrive(q_empty, count=1)  # behind the barrier of the last scores
+        for at in range(1, high - low):
             place = (count - 1) % SIZES.stages
-            acc = warpgroup_mma(operand, left_ring.index(place), acc, is_async=True)
-            acc, operand = warpgroup_mma_wait(0, deps=[acc, operand])
-            barrier()
-            mbarrier.arrive(left_empty.index(place), count=1)
-        else:
-            for at in range(1, high - low):
-                place = (count - 1) % SIZES.stages
-                start = (high - at) * BLOCK_N
-                left = left_ring.index(place)
-                blank(left, start, begin, end, LAYOUT, SIZES)
-                weights, fade, top, total = _weights(
-                    *(scores, start, begin, end, scale, top, total, dtype, S_LAYOUT, SIZES)
-                )
-                acc = acc * gl.expand_dims(gl.convert_layout(fade, O_ROWS), 1)
-                operand = gl.convert_layout(weights, W_LAYOUT)
-                acc = warpgroup_mma(operand, left, acc, is_async=True)
-                _show(exchange, weights, fade, shown, SIZES)
-                scores = _scores(queries, rings, count, S_LAYOUT, SIZES)
-                acc, operand = warpgroup_mma_wait(3, deps=[acc, operand])
-                barrier()
-                mbarrier.arrive(left_empty.index(place), count=1)
-                scores = warpgroup_mma_wait(0, deps=[scores])
-                barrier()
-                mbarrier.arrive(rest_empty.index(count % SIZES.stages), count=1)
-                count += 1
-                shown += 1
-            mbarrier.arrive(q_empty, count=1)  # behind the barrier of the last scores
-            place = (count - 1) % SIZES.stages
-            start = low * BLOCK_N
+            start = (high - at) * BLOCK_N
             left = left_ring.index(place)
             blank(left, start, begin, end, LAYOUT, SIZES)
             weights, fade, top, total = _weights(
@@ -295,11 +235,32 @@ def attend_left(
             acc = acc * gl.expand_dims(gl.convert_layout(fade, O_ROWS), 1)
             operand = gl.convert_layout(weights, W_LAYOUT)
             acc = warpgroup_mma(operand, left, acc, is_async=True)
-            _show(exchange, weights, fade, shown, SIZES)
-            shown += 1
-            acc, operand = warpgroup_mma_wait(0, deps=[acc, operand])
+            _show(exchange, weights, fade, shown)
+            scores = _scores(queries, rings, count, S_LAYOUT, SIZES)
+            acc, operand = warpgroup_mma_wait(3, deps=[acc, operand])
             barrier()
             mbarrier.arrive(left_empty.index(place), count=1)
+            scores = warpgroup_mma_wait(0, deps=[scores])
+            barrier()
+            mbarrier.arrive(rest_empty.index(count % SIZES.stages), count=1)
+            count += 1
+            shown += 1
+        mbarrier.arrive(q_empty, count=1)  # behind the barrier of the last scores
+        place = (count - 1) % SIZES.stages
+        start = low * BLOCK_N
+        left = left_ring.index(place)
+        blank(left, start, begin, end, LAYOUT, SIZES)
+        weights, fade, top, total = _weights(
+            *(scores, start, begin, end, scale, top, total, dtype, S_LAYOUT, SIZES)
+        )
+        acc = acc * gl.expand_dims(gl.convert_layout(fade, O_ROWS), 1)
+        operand = gl.convert_layout(weights, W_LAYOUT)
+        acc = warpgroup_mma(operand, left, acc, is_async=True)
+        _show(exchange, weights, fade, shown)
+        shown += 1
+        acc, operand = warpgroup_mma_wait(0, deps=[acc, operand])
+        barrier()
+        mbarrier.arrive(left_empty.index(place), count=1)
 
         safe = gl.where(total > 0, total, 1.0)
         _store(acc, gl.convert_layout(1.0 / safe, O_ROWS), results, found, 0, O_LAYOUT, SIZES)
@@ -311,7 +272,7 @@ def attend_left(
         else:
             to = sums_ptr + (partial.to(gl.int64) * most_parts + part) * SIZES.num_heads
             gl.store(to + head, sums, mask=head < last)
-        _show(exchange, None, 1.0 / safe, shown, SIZES)  # last: it waits for the other group
+        _show(exchange, None, 1.0 / safe, shown)  # last: it waits for the other group
         shown += 1
 
 
@@ -320,7 +281,7 @@ def attend_right(work, results, rings, exchange, SIZES: gl.constexpr):
     """The group that sums the right half, by weights that the other group gives it."""
     total_items = work[1]
     right_ring, right_full, right_empty = rings[1], rings[3][1], rings[4][1]
-    w_ring, fades, full, empty = exchange
+    w_tile, fades, full, empty = exchange
     O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0])
     O_ROWS: gl.constexpr = gl.SliceLayout(1, O_LAYOUT)
@@ -335,22 +296,20 @@ def attend_right(work, results, rings, exchange, SIZES: gl.constexpr):
             place = count % SIZES.stages
             right = right_ring.index(place)
             mbarrier.wait(right_full.index(place), count // SIZES.stages % 2)
-            given = shown % SIZES.shown
-            mbarrier.wait(full.index(given), shown // SIZES.shown % 2)
-            fade = fades.index(given).load(O_ROWS)
+            mbarrier.wait(full, shown % 2)
+            fade = fades.load(O_ROWS)
             acc = acc * gl.expand_dims(fade, 1)
             blank(right, (high - 1 - at) * SIZES.block_n, begin, end, LAYOUT, SIZES)
-            acc = warpgroup_mma(w_ring.index(given), right, acc, is_async=True)
+            acc = warpgroup_mma(w_tile, right, acc, is_async=True)
             acc = warpgroup_mma_wait(0, deps=[acc])
             barrier()
-            mbarrier.arrive(empty.index(given), count=1)
+            mbarrier.arrive(empty, count=1)
             mbarrier.arrive(right_empty.index(place), count=1)
             count += 1
             shown += 1
-        given = shown % SIZES.shown
-        mbarrier.wait(full.index(given), shown // SIZES.shown % 2)
-        factor = fades.index(given).load(O_ROWS)
+        mbarrier.wait(full, shown % 2)
+        factor = fades.load(O_ROWS)
         barrier()
-        mbarrier.arrive(empty.index(given), count=1)
+        mbarrier.arrive(empty, count=1)
         shown += 1
         _store(acc, factor, results, found, HALF, O_LAYOUT, SIZES)

@@ -41,20 +41,12 @@ FEWEST_HEADS, MOST_HEADS = 33, 64
 
 
 class Tuning(NamedTuple):
-    """Tokens a tile, tiles in a ring, registers of a thread that multiplies and of one that copies.
-
-    Attributes:
-        shown: places for weights on their way to the other group.
-        ahead: whether left sums run while the next tile's weights are made, and not before its
-            scores; two tiles are then in use at once.
-    """
+    """Tokens a tile, tiles in a ring, registers of a thread that multiplies or copies."""
 
     block_n: int = 64
     stages: int = 2
     multiplying: int = 232
     copying: int = 40
-    shown: int = 1
-    ahead: bool = False
 
 
 TUNING = Tuning()
@@ -80,8 +72,6 @@ class Sizes(NamedTuple):
     block_n: int
     stages: int
     registers: tuple[int, int]
-    shown: int
-    ahead: bool
 
 
 @gluon.jit(do_not_specialize=["table_stride", "q_rows", "most_parts"])
@@ -107,7 +97,6 @@ def _latents_hopper(
     """Programs of two groups that multiply, and a warp that copies for both."""
     STAGES: gl.constexpr = SIZES.stages
     BLOCK_N: gl.constexpr = SIZES.block_n
-    SHOWN: gl.constexpr = SIZES.shown
     dtype: gl.constexpr = half_desc.dtype
     words: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     by_place: gl.constexpr = mbarrier.MBarrierLayout()
@@ -117,20 +106,15 @@ def _latents_hopper(
     left = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, HALF], half_desc.layout)
     right = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, HALF], half_desc.layout)
     rest = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, REST], rest_desc.layout)
-    w_layout: gl.constexpr = gl.NVMMASharedLayout(
-        128 if BLOCK_N >= 64 else 64, dtype.primitive_bitwidth, 2
-    )
-    w_ring = gl.allocate_shared_memory(dtype, [SHOWN, GROUP_M, BLOCK_N], w_layout)
-    fades = gl.allocate_shared_memory(gl.float32, [SHOWN, GROUP_M], words)
+    w_tile = gl.allocate_shared_memory(dtype, [GROUP_M, BLOCK_N], rest_desc.layout)
+    fades = gl.allocate_shared_memory(gl.float32, [GROUP_M], words)
     left_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], by_place)
     right_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], by_place)
     rest_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], by_place)
     left_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], by_place)
     right_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], by_place)
     rest_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], by_place)
-    w_full = gl.allocate_shared_memory(gl.int64, [SHOWN, 1], by_place)
-    w_empty = gl.allocate_shared_memory(gl.int64, [SHOWN, 1], by_place)
-    asked = gl.allocate_shared_memory(gl.int64, [2, 1], by_place)  # of queries
+    given = gl.allocate_shared_memory(gl.int64, [4, 1], by_place)  # queries and weights
     for place in gl.static_range(STAGES):
         mbarrier.init(left_full.index(place), count=1)
         mbarrier.init(right_full.index(place), count=1)
@@ -138,19 +122,17 @@ def _latents_hopper(
         mbarrier.init(left_empty.index(place), count=1)
         mbarrier.init(right_empty.index(place), count=1)
         mbarrier.init(rest_empty.index(place), count=1)
-    for place in gl.static_range(SHOWN):
-        mbarrier.init(w_full.index(place), count=1)
-        mbarrier.init(w_empty.index(place), count=1)
-    q_full, q_empty = asked.index(0), asked.index(1)
-    mbarrier.init(q_full, count=1)
-    mbarrier.init(q_empty, count=1)
+    for each in gl.static_range(4):
+        mbarrier.init(given.index(each), count=1)
+    q_full, q_empty = given.index(0), given.index(1)
+    w_full, w_empty = given.index(2), given.index(3)
     fence_async_shared()
     work = items_ptr, gl.load(total_ptr), parts_ptr
     full = left_full, right_full, rest_full
     empty = left_empty, right_empty, rest_empty
     rings = left, right, rest, full, empty
     queries = q_half_desc, q_rest_desc, q_rows, q_left, q_right, q_rest, q_full, q_empty
-    exchange = w_ring, fades, w_full, w_empty
+    exchange = w_tile, fades, w_full, w_empty
     results = out_ptr, lse_ptr, partial_ptr, sums_ptr, most_parts
     source = table_ptr, table_stride, half_desc, rest_desc
     gl.warp_specialize(
@@ -228,7 +210,5 @@ def _launcher(geometry: Geometry, heads: int, tune: Tuning, target: Target) -> L
         block_n=tune.block_n,
         stages=tune.stages,
         registers=(tune.multiplying, tune.copying),
-        shown=tune.shown,
-        ahead=tune.ahead,
     )
     return Launcher(_latents_hopper, target, {"SIZES": sizes}, NUM_WARPS, tune.stages)

@@ -34,6 +34,7 @@ import pagedkv.kernels.triton
 FOLDER = Path(pagedkv.kernels.triton.__path__[0]) / "gluon"
 PATIENCE = 60.0  # seconds, after which nobody will arrive any more
 BREATH = 2e-4  # seconds, for others to do at once what they may do now
+SLOW = ""  # the group of warps, by its function, whose products take long
 
 
 class Value(torch.Tensor):
@@ -309,7 +310,8 @@ def wait_for(left_running: int, deps: list[Any]) -> Any:
     """Waits for all products but the last ones; what else depends on it stays as it is."""
     products = _issued.__dict__.setdefault("products", [])
     if len(products) > left_running:
-        time.sleep(4 * BREATH)  # longer than it takes somebody to go on who does not wait
+        # Longer than it takes somebody to go on who does not wait.
+        time.sleep((20 if _program.group == SLOW else 4) * BREATH)
     while len(products) > left_running:
         products.pop(0).finish()
     found = tuple(one.result if isinstance(one, Product) else one for one in deps)
@@ -333,7 +335,7 @@ def specialize(parts: list[tuple[Any, tuple[Any, ...]]], *_: Any) -> None:
     program = _program.number
 
     def run(function: Any, args: tuple[Any, ...]) -> None:
-        _program.number = program
+        _program.number, _program.group = program, function.__name__
         barrier()  # threads of earlier programs may have had its number
         fence()
         try:
@@ -357,15 +359,6 @@ _programs = 1
 
 def _no_layout(*_: Any, **__: Any) -> None:
     return None
-
-
-class SharedLayout:
-    """Layouts that are asked for by their class, too."""
-
-    def __init__(self, *_: Any) -> None:
-        pass
-
-    get_default_for = staticmethod(_no_layout)
 
 
 def _jit(function: Any = None, **_: Any) -> Any:
@@ -406,7 +399,7 @@ LANGUAGE = SimpleNamespace(
     DotOperandLayout=_no_layout,
     NVMMADistributedLayout=_no_layout,
     SwizzledSharedLayout=_no_layout,
-    NVMMASharedLayout=SharedLayout,
+    NVMMASharedLayout=SimpleNamespace(get_default_for=_no_layout),
 )
 BARRIERS = SimpleNamespace(
     MBarrierLayout=lambda: "barriers",
@@ -476,12 +469,17 @@ def emulated(name: str) -> ModuleType:
 
 
 @contextmanager
-def mutated(name: str, old: str, new: str, folder: Path) -> Iterator[None]:
-    """A module has other text for who imports it inside, and what nobody does is found soon."""
+def mutated(name: str, old: str, new: str, folder: Path, slow: str = "") -> Iterator[None]:
+    """A module has other text for who imports it inside, and what nobody does is found soon.
+
+    Args:
+        slow: see `SLOW`.
+    """
     shutil.copytree(FOLDER, folder)
     file = folder / f"{name}.py"
     text = file.read_text()
     assert text.count(old) == 1
     file.write_text(text.replace(old, new))
-    with mock.patch.multiple(sys.modules[__name__], FOLDER=folder, PATIENCE=3.0, BREATH=0.03):
+    times = {"PATIENCE": 3.0, "BREATH": 0.03, "SLOW": slow}
+    with mock.patch.multiple(sys.modules[__name__], FOLDER=folder, **times):
         yield
