@@ -171,7 +171,8 @@ def _by_rules(
     """
     order, best, tokens = [], [], []
     drawn: dict[Any, list[Scored]] = {}
-    for at in _groups(rows):
+    groups = _groups(rows)
+    for at in groups:
         group, own = [rows[i] for i in at], logits[index_of(at, logits.device)]
         first = group[0]
         try:
@@ -185,6 +186,9 @@ def _by_rules(
                     continue
                 top = _process(group, scores).max(-1)
         except Exception as error:  # whatever a caller's own processor may raise
+            if len(at) > 1:  # transformers' own may raise for a single row that has a NaN
+                groups += [[i] for i in at]
+                continue
             errors |= dict.fromkeys(at, reason(error, "choosing a token"))
             top = own.max(-1)  # a valid id, which no row gets
         order += at

@@ -10,6 +10,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LogitsProcessorList, StoppingCriteriaList
 from transformers.generation import (
+    EtaLogitsWarper,
     ExponentialDecayLengthPenalty,
     ForcedBOSTokenLogitsProcessor,
     ForcedEOSTokenLogitsProcessor,
@@ -83,13 +84,17 @@ def test_scores_of_which_no_token_can_be_chosen_are_that_rows_error(bad, seed):
     assert [tokens[0], tokens[2]] == [expected[0], expected[2]]
 
 
-def test_a_bad_row_among_rows_that_are_processed_together_is_alone_in_its_error():
+@pytest.mark.parametrize(
+    ("processors", "error"), [((), NO_TOKEN), ([EtaLogitsWarper(0.01)], "ValueError while")]
+)
+def test_a_bad_row_among_rows_that_are_processed_together_is_alone_in_its_error(processors, error):
     logits = torch.randn(4, 50)
     logits[2] = torch.nan
-    chosen = choose([row(seed) for seed in range(4)], logits, False)
-    fine = choose([row(seed) for seed in (0, 1, 3)], logits[[0, 1, 3]], False)
+    chosen = choose([row(seed, processors) for seed in range(4)], logits, False)
+    fine = choose([row(seed, processors) for seed in (0, 1, 3)], logits[[0, 1, 3]], False)
     tokens, _ = chosen.read()
-    assert chosen.errors == {2: NO_TOKEN}
+    assert list(chosen.errors) == [2]
+    assert chosen.errors[2].startswith(error)
     assert [tokens[i] for i in (0, 1, 3)] == fine.read()[0]
 
 
