@@ -114,7 +114,9 @@ def _latents_hopper(
     left_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], by_place)
     right_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], by_place)
     rest_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], by_place)
-    given = gl.allocate_shared_memory(gl.int64, [4, 1], by_place)  # queries and weights
+    w_full = gl.allocate_shared_memory(gl.int64, [1], by_place)
+    w_empty = gl.allocate_shared_memory(gl.int64, [1], by_place)
+    asked = gl.allocate_shared_memory(gl.int64, [2, 1], by_place)  # of queries
     for place in gl.static_range(STAGES):
         mbarrier.init(left_full.index(place), count=1)
         mbarrier.init(right_full.index(place), count=1)
@@ -122,10 +124,11 @@ def _latents_hopper(
         mbarrier.init(left_empty.index(place), count=1)
         mbarrier.init(right_empty.index(place), count=1)
         mbarrier.init(rest_empty.index(place), count=1)
-    for each in gl.static_range(4):
-        mbarrier.init(given.index(each), count=1)
-    q_full, q_empty = given.index(0), given.index(1)
-    w_full, w_empty = given.index(2), given.index(3)
+    mbarrier.init(w_full, count=1)
+    mbarrier.init(w_empty, count=1)
+    q_full, q_empty = asked.index(0), asked.index(1)
+    mbarrier.init(q_full, count=1)
+    mbarrier.init(q_empty, count=1)
     fence_async_shared()
     work = items_ptr, gl.load(total_ptr), parts_ptr
     full = left_full, right_full, rest_full

@@ -324,7 +324,8 @@ def wait_for(left_running: int, deps: list[Any]) -> Any:
 
 def allocate(kind: Any, shape: list[int], layout: Any) -> Any:
     if layout == "barriers":
-        return Barriers(shape[0])
+        found = Barriers(shape[0])
+        return found if len(shape) > 1 else found.index(0)
     fill = math.nan if kind.torch.is_floating_point else -1
     return Shared(torch.full(tuple(shape), fill, dtype=kind.torch))
 
