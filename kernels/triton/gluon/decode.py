@@ -42,7 +42,6 @@ class Tuning(NamedTuple):
         block_n: divides where splits begin, see `decode.Tuning.cut`.
         registers: of a thread as the program starts; half of its threads copy, or do nothing.
         copying: registers of a thread of those; the others get the rest.
-        takes_turns: whether programs take items as they come, or every n-th.
     """
 
     block_n: int
@@ -50,7 +49,6 @@ class Tuning(NamedTuple):
     programs: int
     registers: int
     copying: int
-    takes_turns: bool = True
 
 
 # By head dim: 192 KiB of rings on a multiprocessor. Of two programs one multiplies while the other
@@ -82,9 +80,8 @@ def _copy(work, source, rings, told, SIZES: gl.constexpr):
     count = 0
     while index <= last:
         following = index + gl.num_programs(0)
-        if SIZES.takes_turns:  # noqa: SIM102 (only the inner one is asked at run time)
-            if number > 0:
-                following = 2 * gl.num_programs(0) + gl.atomic_add(total_ptr + 1, 1, sem="relaxed")
+        if number > 0:
+            following = 2 * gl.num_programs(0) + gl.atomic_add(total_ptr + 1, 1, sem="relaxed")
         place = number % TOLD
         mbarrier.wait(empty.index(place), number // TOLD % 2 ^ 1)
         index_ring.index(place).store(gl.full([1], following, gl.int32, WORD))
@@ -95,10 +92,9 @@ def _copy(work, source, rings, told, SIZES: gl.constexpr):
         count = copy_item(found, source, rings, count, SIZES)
         index = following
         number += 1
-    if SIZES.takes_turns:  # noqa: SIM102 (only the inner one is asked at run time)
-        if gl.atomic_add(total_ptr + 2, 1) == gl.num_programs(0) - 1:
-            gl.store(total_ptr + 1, 0)
-            gl.store(total_ptr + 2, 0)
+    if gl.atomic_add(total_ptr + 2, 1) == gl.num_programs(0) - 1:
+        gl.store(total_ptr + 1, 0)
+        gl.store(total_ptr + 2, 0)
 
 
 @gluon.jit
@@ -333,7 +329,6 @@ def _launcher(
         softcap=kind.softcap,
         tables=tables,
         heads_first=True,
-        takes_turns=tune.takes_turns,
     )
     static = {"SIZES": sizes}
     rest = NUM_WARPS, tune.stages, tune.registers

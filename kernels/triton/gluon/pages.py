@@ -37,7 +37,6 @@ class Sizes(NamedTuple):
         tables: page tables of a row: one, or one for each KV head.
         heads_first: whether programs side by side have the KV heads of an item, which lie side by
             side in a page, or else the items of a KV head, which share its tiles in L2.
-        takes_turns: whether a program's items are not known beforehand.
     """
 
     num_heads: int
@@ -54,7 +53,6 @@ class Sizes(NamedTuple):
     softcap: bool
     tables: int = 1
     heads_first: bool = False
-    takes_turns: bool = False
 
 
 @gluon.jit
