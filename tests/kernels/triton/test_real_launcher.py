@@ -105,6 +105,10 @@ driver.set_active(GPU())
 """
 
 LAYERS = """
+from pagedkv.kernels.triton.proved import trying
+
+plain = trying()  # the kernels of every architecture
+plain.__enter__()
 config = CacheConfig(3, G, D, "bfloat16", page_size=P, max_tokens=8192, max_sequences=B)
 cache = PagedKVCache(config, device="cpu", backend="torch")
 cache.backend, cache._storage._kernels = "triton", backend  # only a card is let through

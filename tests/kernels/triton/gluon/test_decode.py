@@ -256,7 +256,8 @@ def test_rows_that_are_watched_are_left_to_triton(monkeypatch):
     geometry = Geometry.of(step.q, step.k_pages, step.v_pages)
     plan = decode.plan(step.kv_lens, step.starts, geometry, paged.Bounds(1, 1, 1, 300))
     rest = step.q, plan, plan.block_m, Scoring(**step.options), HOPPER, 1
-    assert decode._on_gluon(*rest, None) is None  # off until a card has shown it
+    monkeypatch.setattr(decode, "is_on", lambda *_: False)
+    assert decode._on_gluon(*rest, None) is None
     monkeypatch.setattr(decode, "is_on", lambda *_: True)
     assert decode._on_gluon(*rest, None) is not None
     assert decode._on_gluon(*rest, object()) is None
