@@ -24,8 +24,8 @@ def continuations(*lengths: int, seed: int = 0) -> list[list[int]]:
 class Exact:
     """A model's log-probabilities in float64, one forward for each continuation."""
 
-    def __init__(self, model: PreTrainedModel) -> None:
-        self.model = copy.deepcopy(model).double()
+    def __init__(self, model: PreTrainedModel, dtype: torch.dtype = torch.float64) -> None:
+        self.model = copy.deepcopy(model).to(dtype)
         self.model.config._attn_implementation = "eager"
         self.model.config._experts_implementation = "eager"  # the other takes no float64
 
@@ -50,6 +50,17 @@ def assert_exact(
             expected, lead = exact(context, given)
             assert score.logprobs == pytest.approx(expected, abs=most, rel=0)
             assert all(greedy == (ahead <= 0) for greedy, ahead in zip(score.greedy, lead))
+
+
+def error_of_plain(model: PreTrainedModel, contexts: Sequence, each: Sequence) -> float:
+    """How far the log-probability of a token is from float64 in a plain float32 forward."""
+    exact, plain = Exact(model), Exact(model, torch.float32)
+    pairs = [(context, given) for context, own in zip(contexts, each, strict=True) for given in own]
+    return max(
+        abs(x - y)
+        for context, given in pairs
+        for x, y in zip(exact(context, given)[0], plain(context, given)[0], strict=True)
+    )
 
 
 def largest_difference(some: Scores, others: Scores) -> float:

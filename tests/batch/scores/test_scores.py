@@ -18,6 +18,7 @@ from tests.batch.scores.expected_scores import (
     Exact,
     assert_exact,
     continuations,
+    error_of_plain,
     largest_difference,
 )
 from tests.effort import examples, few, sampled
@@ -73,11 +74,12 @@ def test_every_family_says_what_its_plain_forward_says(family):
 )
 def test_a_continuation_goes_on_from_the_state_of_its_context(family):
     model, contexts = tiny_hybrid(family), [CONTEXTS[1], CONTEXTS[-1]]
-    # A plain float32 forward of this zamba2 is 1e-4 away; one token alone, which takes another way
-    # through transformers, up to 4e-3. That of this granitemoehybrid is 4e-4 away.
-    apart = {"zamba2": (64, 3e-4), "granitemoehybrid": (11, 5e-4)}
-    width, most = apart.get(family, (11, 1e-4))
+    # One token alone takes another way through transformers in zamba2, up to 4e-3 away.
+    width = 64 if family == "zamba2" else 11
     scores, stats = scored(model, contexts, EACH[:2], step_tokens=width)
+    # Some of these models make much of a rounding: granitemoehybrid is 6e-4 away, and so is a
+    # plain float32 forward, whose error says how near float32 can be.
+    most = max(1e-4, 3 * error_of_plain(model, contexts, EACH[:2]))
     assert_exact(model, contexts, EACH[:2], scores, most)
     assert stats.computed == fed([contexts[0], contexts[1][18:]], EACH[:2])
 
