@@ -80,14 +80,15 @@ def _images(
     runs = np.split(places, np.flatnonzero(np.diff(places) > 1) + 1)
     if isinstance(grid, Tensor) and isinstance(pixels, Tensor) and grid.ndim == 2:
         patches = grid.prod(-1).cpu().numpy()
-        per_token = max(1, int(patches.sum()) // len(places))
-        ends, rows = np.cumsum(patches // per_token), np.cumsum(patches)
-        apart = np.isin(ends, np.cumsum([len(run) for run in runs])).all()
-        if ends[-1] == len(places) and rows[-1] == len(pixels) and apart:
-            for i, (end, row) in enumerate(zip(ends, rows)):
-                own = {PIXELS: pixels[row - patches[i] : row], GRID: grid[i]}
-                yield places[end - patches[i] // per_token : end], {**parts, **own}
-            return
+        run_ends, rows = np.cumsum([len(run) for run in runs]), np.cumsum(patches)
+        for counts in _counts(grid.cpu().numpy(), len(places)):
+            ends = np.cumsum(counts)
+            apart = np.isin(ends, run_ends).all()
+            if ends[-1] == len(places) and rows[-1] == len(pixels) and apart:
+                for i, (end, row) in enumerate(zip(ends, rows)):
+                    own = {PIXELS: pixels[row - patches[i] : row], GRID: grid[i]}
+                    yield places[end - counts[i] : end], {**parts, **own}
+                return
     elif isinstance(pixels, Tensor) and len(pixels) == len(runs):
         for i, run in enumerate(runs):
             own = {
@@ -98,3 +99,19 @@ def _images(
             yield run, {**parts, **own}
         return
     yield places, parts
+
+
+def _counts(grid: Ints, tokens: int) -> Iterator[Ints]:
+    """The ways in which this many tokens may be those of images: how many each image has.
+
+    A token stands for equally many patches everywhere; or for a square of them, and each line of
+    squares ends with one token more.
+    """
+    frames, lines, columns = grid.T
+    patches = grid.prod(-1)
+    yield patches // max(1, int(patches.sum()) // tokens)
+    # The squares' side of which `tokens = patches / side**2 + lines / side`, over all images.
+    all_lines, all_patches = int((frames * lines).sum()), int(patches.sum())
+    root = (all_lines**2 + 4 * tokens * all_patches) ** 0.5
+    side = max(1, round((all_lines + root) / (2 * tokens)))
+    yield frames * (lines // side) * (columns // side + 1)

@@ -106,7 +106,7 @@ def test_a_turn_with_another_image_finds_the_first(model):
     with generator(model) as batched:
         (answer,) = batched.generate([begin], **OPTIONS)
         said = torch.tensor([3 if t == image_token(model) else t for t in answer.tokens])
-        more = pictured(model, second, seed=2)
+        more = pictured(model, second, patches=8, seed=2)
         turn = joined(behind(begin, said, model), more)
         (result,) = batched.generate([turn], **OPTIONS)
     assert_same(result, alone(model, turn))
