@@ -218,10 +218,10 @@ GLUON_DECODE: dict[str, tuple[Heads, int, dict[str, Any], int]] = {  # the same
 
 # Latents of Hopper's own decode, new tokens a row, and bytes that may spill at edges.
 GLUON_LATENTS: dict[str, tuple[Heads, int, int]] = {
-    "p16": (LATENT, 1, 24),
+    "p16": (LATENT, 1, 32),
     "p64": (LATENT._replace(page=64), 1, 16),
-    "67 heads 4 queries": (LATENT._replace(num_heads=67), 4, 24),
-    "p48 64 heads": (LATENT._replace(num_heads=64, page=48), 1, 24),
+    "67 heads 4 queries": (LATENT._replace(num_heads=67), 4, 32),
+    "p48 64 heads": (LATENT._replace(num_heads=64, page=48), 1, 32),
 }
 
 # What the first hour on a card needs, one of each kind: compiled by every version that is served.
@@ -306,6 +306,18 @@ def shipped(arch: int) -> list[Shipped]:
             hidden=16 if heads.head_dim == 256 else 32,
         )
         for name, (heads, new, terms, stack) in GLUON_DECODE.items()
+        if arch == 90
+    ]
+    found += [
+        Shipped(
+            f"Gluon latents {name}",
+            _by("_latents_hopper", _tried, ("gluon_latents",), _attend, heads, new, {}),
+            buffers=0,
+            mma="hgmma",
+            stack=stack,
+            int64_args=(),
+        )
+        for name, (heads, new, stack) in GLUON_LATENTS.items()
         if arch == 90
     ]
     plain, coded = Heads(), Heads(**INT4)

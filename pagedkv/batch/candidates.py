@@ -31,7 +31,7 @@ SORTING = "cpu", "cuda"  # devices of which it is known how they sort
 
 
 class Candidates(NamedTuple):
-    """What rules have left of m rows.
+    """The scores that rules have left of m rows.
 
     Attributes:
         scores, ids: `[m, K]` of the candidates, in the order of the vocabulary.
@@ -60,14 +60,14 @@ def rules_among_few(processors: Sequence[Any], vocab: int) -> tuple[int, int] | 
 
 
 def by_all(processors: Sequence[Any], scores: Tensor) -> Tensor:
-    """What such processors leave of scores `[m, vocab]`."""
+    """Returns what such processors leave of scores `[m, vocab]`."""
     for processor in processors:
         scores = processor(None, scores)
     return scores
 
 
 def among_few(processors: Sequence[Any], scores: Tensor, width: int) -> Candidates:
-    """What processors leave of scores `[m, vocab]`, computed among `width` of each row.
+    """Returns what processors leave of scores `[m, vocab]`, computed among `width` of each row.
 
     A row is unsure if `top_k` leaves all candidates, as others may have the same score. On a
     processor it is, too, if rules behind cut some of equal scores: which of them depends on how

@@ -42,7 +42,7 @@ class Scored:
 
     @property
     def kind(self) -> Any:
-        """Those with the same are drawn together."""
+        """Parts of one kind are drawn together."""
         return self.scores.dtype, 0 if self.few is None else self.few.ids.shape[1]
 
 

@@ -68,7 +68,7 @@ def argument(said: str, type: Any, help: str, default: Any = None) -> Option:
 
 
 def _read(type: Any) -> dict[str, Any]:
-    """What typer is told of how to read values of a type."""
+    """Tells typer how to read values of a type."""
     return {"parser": _path} if type in (Path, Path | None, list[Path] | None) else {}
 
 

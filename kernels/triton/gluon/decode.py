@@ -99,7 +99,7 @@ def _copy(work, source, rings, told, SIZES: gl.constexpr):
 
 @gluon.jit
 def _told(told, number):
-    """Which item the program has behind its `number`-th; one past all items if none."""
+    """The item that the program has behind its `number`-th; one past all items if none."""
     index_ring, full, empty = told
     WORD: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     place = number % TOLD
