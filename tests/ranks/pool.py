@@ -77,7 +77,7 @@ def outcomes(
             if spent < seconds:
                 try:
                     outcome = Outcome(*ready.recv(), spent)
-                except EOFError:
+                except (EOFError, ConnectionError):  # reset, where it died before it had read all
                     outcome = Outcome(None, "died", spent)
             found[ranks.index(ready)] = outcome
             if outcome.error:
