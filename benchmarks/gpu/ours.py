@@ -12,7 +12,7 @@ from torch import Tensor
 from benchmarks.cells import Call, Case, Cell, Ready
 from pagedkv.kernels.triton import backend as paged
 from pagedkv.kernels.triton import proved, shared_prefix
-from pagedkv.kernels.triton.decode import MOST_QUERIES
+from pagedkv.kernels.triton.decode_tuning import MOST_QUERIES
 from pagedkv.kernels.triton.launch import target_of
 
 from . import capacity, delta_rule

@@ -7,8 +7,8 @@ which takes cores but no device: `--dry-run` stops there and works on any machin
 compared with float32 on every workload, then timed in turns. The best compilations are timed again
 with other splits. A score is the geometric mean over workloads of the time against the best one.
 
-The lines are to be reviewed and put into TUNING of `kernels/triton/decode.py` and `prefill.py`
-with the date and the card: nothing is tuned while a user waits.
+The lines are to be reviewed and put into TUNING of `kernels/triton/decode_tuning.py` and
+`prefill.py` with the date and the card: nothing is tuned while a user waits.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ from benchmarks.kernel_report import Shipped, analyse, problems
 from benchmarks.peers.dense import check_attention
 from pagedkv.kernels.triton import decode, launch, prefill
 from pagedkv.kernels.triton.card import CHIPS, absent_card
+from pagedkv.kernels.triton.decode_tuning import MOST_QUERIES
 
 K = 1024
 ROWS = (16, 32, 64)  # of decode's products; its table has an entry for each
@@ -84,7 +85,7 @@ def workloads(layer: Layer, rows: int | None) -> list[Cell]:
     ratio = layer.heads.h // layer.heads.g
     least = max(16, triton.next_power_of_2(ratio))  # with one new token
     new = 1 if rows == least else max(2, rows // ratio)
-    possible = rows == least or (rows > least and new <= decode.MOST_QUERIES and new * ratio <= 64)
+    possible = rows == least or (rows > least and new <= MOST_QUERIES and new * ratio <= 64)
     return [cell(batch, new, length) for batch, length in LOADS[rows]] if possible else []
 
 

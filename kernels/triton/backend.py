@@ -23,6 +23,7 @@ from . import decode, prefill, shared_prefix, write
 from . import page_mass as observe
 from .checks import check_call, check_lengths, check_pages, check_supported
 from .copy import copy_pages
+from .decode_tuning import MOST_QUERIES, Tuning, most_rows
 from .launch import Geometry, target_of
 from .page_coding import decode_pages, encode_pages, write_pages
 from .page_mass import page_mass
@@ -90,8 +91,8 @@ def plan(
     check_lengths(kv_lens, query_start_loc)
     if window is not None and shared is not None:
         raise ValueError(f"shared: expected none with a window, got a window of {window}")
-    few = [new for new in num_new if 0 < new <= decode.MOST_QUERIES]
-    many = [new for new in num_new if new > decode.MOST_QUERIES]
+    few = [new for new in num_new if 0 < new <= MOST_QUERIES]
+    many = [new for new in num_new if new > MOST_QUERIES]
     lens = kv_lens, query_start_loc, geometry
     sees: dict[str, Any] = {"window": window, "causal": causal}
     return Plan(
@@ -108,7 +109,7 @@ def find_prefixes(
 
     None where some row decodes several tokens: the parts of rows would not lie side by side.
     """
-    if ((num_new > 1) & (num_new <= decode.MOST_QUERIES)).any():
+    if ((num_new > 1) & (num_new <= MOST_QUERIES)).any():
         return []
     worth = shared_prefix.WORTH_BYTES
     return prefixes.find_prefixes(num_new, kv_lens, page_table, page_size, token_bytes, worth)
@@ -146,12 +147,12 @@ def room_for_prefixes(
 
 def _sharing(
     num_heads: int, k_pages: Tensor | Pages, dtype: torch.dtype | None
-) -> tuple[Geometry, int, decode.Tuning]:
+) -> tuple[Geometry, int, Tuning]:
     """Returns how prefixes are attended: geometry, rows of a product, tuning."""
     data = Pages.of(k_pages).data
     q = torch.empty(0, num_heads, 0, dtype=dtype or data.dtype, device="meta")
     geometry, target = Geometry.of(q, k_pages), target_of(data.device)
-    most = decode.most_rows(target, geometry)
+    most = most_rows(target, geometry)
     return geometry, most, decode.tuning(target, geometry, most)
 
 
@@ -170,7 +171,7 @@ def watch(
         num_new, kv_lens, queries: as in `page_mass.page_mass`.
         columns: of the page table.
     """
-    left = np.where(num_new > decode.MOST_QUERIES, queries, 0)
+    left = np.where(num_new > MOST_QUERIES, queries, 0)
     if (left == queries).all():
         return None
     return observe.plan(num_new, kv_lens, queries, left, columns, num_heads, page_size, device)

@@ -21,7 +21,7 @@ from pagedkv.kernels.formats import Pages
 from pagedkv.kernels.scoring import NO_WINDOW, Scoring, ScoringKind
 
 from .attend import attend, before_tokens, natural
-from .decode import MOST_QUERIES
+from .decode_tuning import MOST_QUERIES
 from .launch import (
     Geometry,
     Launcher,

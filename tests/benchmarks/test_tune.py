@@ -15,7 +15,7 @@ pytest.importorskip("triton")
 
 from benchmarks.cells import Heads
 from benchmarks.gpu import tune
-from pagedkv.kernels.triton import decode, prefill
+from pagedkv.kernels.triton import decode, decode_tuning, prefill
 
 ROOT = Path(__file__).resolve().parents[2]
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -28,14 +28,14 @@ def test_workloads_make_products_of_the_rows_that_are_tuned() -> None:
         assert {cell.new[0] for cell in tune.workloads(LAYER, rows)} == {new}
     apart = LAYER._replace(heads=Heads(8, 8, 128))
     assert tune.workloads(apart, 64) == []  # 16 queries of one head are no 64 rows
-    assert all(cell.new[0] > decode.MOST_QUERIES for cell in tune.workloads(LAYER, None))
+    assert all(cell.new[0] > decode_tuning.MOST_QUERIES for cell in tune.workloads(LAYER, None))
 
 
 def test_lines_are_those_of_the_tables() -> None:
-    for rows, known in zip(tune.ROWS, decode.TUNING[(90, True, 128, 2)]):
+    for rows, known in zip(tune.ROWS, decode_tuning.TUNING[(90, True, 128, 2)]):
         split = {16: 256, 32: 1024, 64: 1024}[rows]
         assert tune.known(LAYER, decode, rows) == known._replace(split=split)
-        assert eval(tune.written(known), {"Tuning": decode.Tuning}) == known
+        assert eval(tune.written(known), {"Tuning": decode_tuning.Tuning}) == known
     known = prefill.TUNING[(None, True, 128, 2)]
     line = tune.line(LAYER, tune.written(known))
     assert eval(f"{{{line}}}", {"Tuning": prefill.Tuning}) == {(90, True, 128, 2): known}

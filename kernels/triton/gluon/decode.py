@@ -27,7 +27,7 @@ from pagedkv.kernels.triton.launch import Geometry, Launcher, Target, in_units, 
 from pagedkv.kernels.triton.work_list import FIELDS, Work
 
 from .attend import GROUP_M, LARGEST, attend, before_tokens, made
-from .pages import Sizes, barrier, copy_item, grid, item, served
+from .pages import Sizes, barrier, copy_item, grid, item, new_rings, served
 
 LN2: gl.constexpr = gl.constexpr(0.6931471805599453)
 INFINITE: gl.constexpr = gl.constexpr(3e38)  # as in `triton/attend.py`, which merges read
@@ -39,7 +39,7 @@ class Tuning(NamedTuple):
     """Tokens a tile, tiles of K and of V in the ring, programs a multiprocessor, registers.
 
     Attributes:
-        block_n: divides where splits begin, see `decode.Tuning.cut`.
+        block_n: divides where splits begin, see `decode_tuning.Tuning.cut`.
         registers: of a thread as the program starts; half of its threads copy, or do nothing.
         copying: registers of a thread of those; the others get the rest.
     """
@@ -235,32 +235,18 @@ def _decode_hopper(
     SIZES: gl.constexpr,
 ):
     """Programs of a group that multiplies, and a warp that copies for it."""
-    STAGES: gl.constexpr = SIZES.stages
     dtype: gl.constexpr = k_desc.dtype
-    tile: gl.constexpr = [STAGES, SIZES.block_n, SIZES.head_dim]
     q_tile = gl.allocate_shared_memory(dtype, [GROUP_M, SIZES.head_dim], k_desc.layout)
-    k_ring = gl.allocate_shared_memory(dtype, tile, k_desc.layout)
-    v_ring = gl.allocate_shared_memory(dtype, tile, v_desc.layout)
-    k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     words: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     anchor = gl.allocate_shared_memory(gl.float32, [GROUP_M], words)
-    for place in gl.static_range(STAGES):
-        mbarrier.init(k_full.index(place), count=1)
-        mbarrier.init(v_full.index(place), count=1)
-        mbarrier.init(k_empty.index(place), count=1)
-        mbarrier.init(v_empty.index(place), count=1)
-    word: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    index_ring = gl.allocate_shared_memory(gl.int32, [TOLD, 1], word)
+    rings = new_rings(k_desc, v_desc, 1, SIZES)
+    index_ring = gl.allocate_shared_memory(gl.int32, [TOLD, 1], words)
     index_full = gl.allocate_shared_memory(gl.int64, [TOLD, 1], mbarrier.MBarrierLayout())
     index_empty = gl.allocate_shared_memory(gl.int64, [TOLD, 1], mbarrier.MBarrierLayout())
     for place in gl.static_range(TOLD):
         mbarrier.init(index_full.index(place), count=1)
         mbarrier.init(index_empty.index(place), count=1)
     fence_async_shared()
-    rings = k_ring, v_ring, k_full, v_full, k_empty, v_empty
     queries = q_ptr, q_stride_t, q_stride_h
     results = out_ptr, lse_ptr, partial_ptr, sums_ptr, most_parts
     mine, source = (q_tile, anchor), (table_ptr, table_stride, k_desc, v_desc)

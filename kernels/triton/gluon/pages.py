@@ -124,6 +124,25 @@ def copy_boxes(
 
 
 @gluon.jit
+def new_rings(k_desc, v_desc, READERS: gl.constexpr, SIZES: gl.constexpr):
+    """Rings of K and of V, and their barriers: full, and empty once so many groups have read."""
+    STAGES: gl.constexpr = SIZES.stages
+    tile: gl.constexpr = [STAGES, SIZES.block_n, SIZES.head_dim]
+    k_ring = gl.allocate_shared_memory(k_desc.dtype, tile, k_desc.layout)
+    v_ring = gl.allocate_shared_memory(v_desc.dtype, tile, v_desc.layout)
+    k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for place in gl.static_range(STAGES):
+        mbarrier.init(k_full.index(place), count=1)
+        mbarrier.init(v_full.index(place), count=1)
+        mbarrier.init(k_empty.index(place), count=READERS)
+        mbarrier.init(v_empty.index(place), count=READERS)
+    return k_ring, v_ring, k_full, v_full, k_empty, v_empty
+
+
+@gluon.jit
 def copy_item(found, source, rings, count, SIZES: gl.constexpr):
     """Tile after tile of an item into the ring, as soon as a place in it is empty.
 

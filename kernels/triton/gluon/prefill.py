@@ -17,7 +17,7 @@ from typing import NamedTuple
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
 from pagedkv.kernels.formats import Pages
 from pagedkv.kernels.scoring import Scoring, ScoringKind
@@ -25,7 +25,7 @@ from pagedkv.kernels.triton.launch import Geometry, Launcher, Target, in_units, 
 from pagedkv.kernels.triton.work_list import Work
 
 from .attend import GROUP_M, LARGEST, attend, before_tokens, made
-from .pages import Sizes, barrier, copy_tiles, grid, item, served
+from .pages import Sizes, barrier, copy_tiles, grid, item, new_rings, served
 
 LN2: gl.constexpr = gl.constexpr(0.6931471805599453)
 GROUPS: gl.constexpr = gl.constexpr(2)
@@ -132,26 +132,13 @@ def _prefill_hopper(
     SIZES: gl.constexpr,
 ):
     """Programs of two groups that multiply, and a warp that copies for both."""
-    STAGES: gl.constexpr = SIZES.stages
     dtype: gl.constexpr = k_desc.dtype
-    tile: gl.constexpr = [STAGES, SIZES.block_n, SIZES.head_dim]
     q_tiles = gl.allocate_shared_memory(dtype, [GROUPS, GROUP_M, SIZES.head_dim], k_desc.layout)
-    k_ring = gl.allocate_shared_memory(dtype, tile, k_desc.layout)
-    v_ring = gl.allocate_shared_memory(dtype, tile, v_desc.layout)
-    k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     words: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     anchors = gl.allocate_shared_memory(gl.float32, [GROUPS, GROUP_M], words)
-    for place in gl.static_range(STAGES):
-        mbarrier.init(k_full.index(place), count=1)
-        mbarrier.init(v_full.index(place), count=1)
-        mbarrier.init(k_empty.index(place), count=GROUPS)
-        mbarrier.init(v_empty.index(place), count=GROUPS)
+    rings = new_rings(k_desc, v_desc, GROUPS, SIZES)
     fence_async_shared()
     work = items_ptr, gl.load(total_ptr)
-    rings = k_ring, v_ring, k_full, v_full, k_empty, v_empty
     queries, results = (q_ptr, q_stride_t, q_stride_h), (out_ptr, lse_ptr)
     first, second = (q_tiles.index(0), anchors.index(0)), (q_tiles.index(1), anchors.index(1))
     source = table_ptr, table_stride, k_desc, v_desc

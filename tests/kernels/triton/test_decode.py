@@ -5,7 +5,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from pagedkv.kernels.triton import decode
+from pagedkv.kernels.triton import decode, decode_tuning
 from tests.effort import each_value, few, slow
 from tests.kernels.steps import step_of
 from tests.kernels.triton_cases import FEATURES, HALF, OFTEN, with_half
@@ -120,7 +120,7 @@ def test_great_scores_do_not_overflow_whatever_part_they_are_in(dtype):
     check(step_of([(1, 150), (2, 150)], dtype=dtype, scale=1e4, softcap=20.0))
 
 
-TILES = sorted({tuning.block_n for sizes in decode.TUNING.values() for tuning in sizes})
+TILES = sorted({tuning.block_n for sizes in decode_tuning.TUNING.values() for tuning in sizes})
 
 
 @pytest.mark.parametrize("tokens", TILES)

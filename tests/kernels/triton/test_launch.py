@@ -13,7 +13,7 @@ pytest.importorskip("triton")
 import torch
 
 from pagedkv.kernels import formats
-from pagedkv.kernels.triton import checks, decode, prefill
+from pagedkv.kernels.triton import checks, decode_tuning, prefill
 from pagedkv.kernels.triton.launch import NOT_THERE, Geometry, Layout, Target
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -108,7 +108,10 @@ def test_keys_in_several_parts_have_few_rows_where_sums_of_products_are_wrong(ar
     words = Layout(formats.INT8, 1, 1, 1)
     geometry = Geometry(32, 8, 128, 16, words, words, NOT_THERE, torch.bfloat16, 128)
     target = Target(0, arch, 227 << 10, 132)
-    assert {decode.most_rows(target, geometry), prefill.tuning(target, geometry).block_m} == rows
+    assert {
+        decode_tuning.most_rows(target, geometry),
+        prefill.tuning(target, geometry).block_m,
+    } == rows
 
 
 def test_more_query_heads_than_such_a_tile_has_rows_are_refused(monkeypatch):

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 pytest.importorskip("triton")
 
-from pagedkv.kernels.triton import decode, prefill
+from pagedkv.kernels.triton import decode, decode_tuning, prefill
 from pagedkv.kernels.triton import work_list as work
 from pagedkv.kernels.triton.launch import NOT_THERE, Geometry
 from pagedkv.kernels.triton.work_list import Bounds, Cut
@@ -240,7 +240,7 @@ def test_splits_grow_with_their_row_and_stay_many():
 )
 def test_rows_of_few_kv_heads_may_be_cut_into_more_splits(kv_heads, splits):
     geometry = Geometry(2 * kv_heads, kv_heads, 64, 16, *[NOT_THERE] * 3, torch.bfloat16, 64)
-    tuning = decode.Tuning(64, 4, 3, 3)
+    tuning = decode_tuning.Tuning(64, 4, 3, 3)
     assert tuning.cut(geometry, 1).splits == splits
     assert tuning._replace(splits=5).cut(geometry, 1).splits == 5
 

@@ -11,7 +11,8 @@ pytest.importorskip("triton")
 from pagedkv.kernels.formats import Pages
 from pagedkv.kernels.prefixes import Prefix
 from pagedkv.kernels.scoring import Scoring
-from pagedkv.kernels.triton import decode, merge_parts, shared_prefix
+from pagedkv.kernels.triton import merge_parts, shared_prefix
+from pagedkv.kernels.triton.decode_tuning import MOST_QUERIES
 from pagedkv.kernels.triton.launch import Geometry, Target
 from pagedkv.kernels.triton.work_list import Bounds, Cut, Work, cut_rows
 from tests.kernels.steps import step_of
@@ -20,7 +21,7 @@ from tests.kernels.truth import check, poisoned_outputs
 
 HOPPER = Target(0, 90, 227 << 10, 2)
 # Splits of at least 128 tokens, at most 3 of them.
-CUT = Cut(1, decode.MOST_QUERIES, 1, 128, 3, 64, 1024, 3)
+CUT = Cut(1, MOST_QUERIES, 1, 128, 3, 64, 1024, 3)
 
 
 @pytest.fixture(scope="module")
