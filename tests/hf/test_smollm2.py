@@ -1,5 +1,6 @@
 """A real model: thirty layers, nine query heads on three, head_dim 64, a tokenizer's padding."""
 
+import itertools
 from pathlib import Path
 
 import pytest
@@ -66,7 +67,8 @@ def logprobs(model, ids, width):
     return torch.cat(found).log_softmax(-1).gather(-1, ids[1:, None])[:, 0]
 
 
-DOCUMENTS = ("LICENSE", "pagedkv/quality/texts/docs.txt", "pagedkv/quality/texts/prose.txt")
+DOCUMENTS = "pagedkv/quality/texts/docs.txt", "pagedkv/quality/texts/prose.txt"
+STRETCHES = range(0, 2000, 500)  # tokens of each
 
 
 @pytest.mark.slow
@@ -76,8 +78,10 @@ def test_bfloat16_is_no_farther_from_float32_than_transformers_own(loaded, smoll
     exact, tokenizer = loaded
     model = AutoModelForCausalLM.from_pretrained(smollm2_path, dtype=torch.bfloat16).eval()
     theirs, ours = torch.zeros(2), torch.zeros(2)  # sums of squares, weights packed or not
-    for name in DOCUMENTS:
-        ids = tokenizer((ROOT / name).read_text(), return_tensors="pt").input_ids[0, :500]
+    for name, begin in itertools.product(DOCUMENTS, STRETCHES):
+        ids = tokenizer((ROOT / name).read_text(), return_tensors="pt").input_ids[
+            0, begin : begin + 500
+        ]
         known = logprobs(exact, ids, 500)
         theirs += (logprobs(model, ids, width) - known).square().sum()
         for packs in (False, True):
@@ -85,5 +89,6 @@ def test_bfloat16_is_no_farther_from_float32_than_transformers_own(loaded, smoll
             with BatchGenerator(model, tokenizer, **options) as batched:
                 ((score,),) = batched.score([ids[:1].tolist()], [[ids[1:].tolist()]])
             ours[int(packs)] += (torch.tensor(score.logprobs) - known).square().sum()
-    # Rounding is drawn once a way: of a single text either may be 7 % farther off by chance.
+    # Rounding is drawn once a way: of a single stretch either may be 15 % farther off by chance, of
+    # three together 6 %, as they were on a processor of another kind.
     assert (ours.sqrt() < 1.05 * theirs.sqrt()).all()
