@@ -28,7 +28,7 @@ class Tuning(NamedTuple):
         programs: that fit beside each other on a multiprocessor, by the kernel report.
         split, longest, splits: where rows are cut, as in `Cut`; splits None for what the number of
             KV heads gives.
-        whole: as in `Cut`, where a row has programs enough by its KV heads.
+        uncut: as in `Cut`, where a row has programs enough by its KV heads.
         packed: words are taken apart two at a time, see `codes.unpack`.
     """
 
@@ -40,7 +40,7 @@ class Tuning(NamedTuple):
     splits: int | None = None
     packed: bool = True
     longest: int = 1024
-    whole: int = 1024
+    uncut: int = 1024
 
     def cut(self, geometry: Geometry, queries: int) -> Cut:
         """Cuts rows of few new tokens into tiles of `queries` queries, and splits."""
@@ -49,7 +49,7 @@ class Tuning(NamedTuple):
         # Splits begin with a whole tile of any kernel that may attend to them.
         rule = self.split, splits, max(self.block_n, shared_prefix.WHOLE), self.longest, shares
         many = geometry.num_kv_heads >= MANY_HEADS and not geometry.wide
-        return Cut(1, MOST_QUERIES, queries, *rule, self.whole if many else 0)
+        return Cut(1, MOST_QUERIES, queries, *rule, self.uncut if many else 0)
 
 
 # For each product of 16, 32 and 64 rows, as far as registers reach, keyed by (architecture or None
@@ -106,7 +106,7 @@ CODED: dict[tuple[bool, int, int], tuple[Tuning, Tuning, Tuning]] = {
     (False, 256, 4): (Tuning(32, 2, 3, 3), Tuning(32, 4, 3, 2), Tuning(16, 8, 3, 1)),
 }
 # Small, so that small tests split and merge.
-INTERPRETED = Tuning(32, 4, 1, 1, 64, 4, False, whole=0)
+INTERPRETED = Tuning(32, 4, 1, 1, 64, 4, False, uncut=0)
 
 
 def most_splits(geometry: Geometry) -> int:

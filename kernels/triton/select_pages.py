@@ -138,7 +138,7 @@ def _choose_columns(
     NUM_KV_HEADS: tl.constexpr,
     PAGE: tl.constexpr,
     BLOCK: tl.constexpr,
-    WHOLE: tl.constexpr,  # one block holds all columns, and stays in registers
+    ONE_BLOCK: tl.constexpr,  # one block holds all columns, and stays in registers
 ):
     row, kv_head = tl.program_id(0), tl.program_id(1)
     one = row.to(tl.int64) * NUM_KV_HEADS + kv_head
@@ -151,13 +151,13 @@ def _choose_columns(
     begin = 0
     if chooses:
         begin = count
-        if WHOLE:
+        if ONE_BLOCK:
             held = _ordered(tl.load(scores_ptr + offs, mask=offs < columns, other=float("-inf")))
         least = tl.full([], 0, tl.uint32)
         above = 0  # scores beyond the least, once it is found
         for bit in range(0, 32):
             tried = least | (tl.full([], 2**31, tl.uint32) >> bit)
-            if WHOLE:
+            if ONE_BLOCK:
                 many = tl.sum((held >= tried).to(tl.int32))
             else:
                 many = 0
@@ -173,7 +173,7 @@ def _choose_columns(
         taken, equal = 0, 0
         for first in range(0, columns, BLOCK):
             column = first + offs
-            if not WHOLE:
+            if not ONE_BLOCK:
                 at = scores_ptr + column
                 held = _ordered(tl.load(at, mask=column < columns, other=float("-inf")))
             same = (held == least) & (column < columns)
@@ -238,7 +238,7 @@ def _choice(kv_heads: int, page: int, columns: int, target: Target) -> Launcher:
         "NUM_KV_HEADS": kv_heads,
         "PAGE": page,
         "BLOCK": min(CHOICE, triton.next_power_of_2(columns)),
-        "WHOLE": columns <= CHOICE,
+        "ONE_BLOCK": columns <= CHOICE,
     }
     return Launcher(_choose_columns, target, static, CHOICE_WARPS, 1)
 

@@ -76,10 +76,10 @@ def cut(
     Args:
         prefixes: of rows with one new token each.
         num_new: of every row.
-        cut: how; a prefix is cut as a row of its length would be, but never left whole: what it
+        cut: how; a prefix is cut as a row of its length would be, but a short one as well: what it
             makes is merged with the rows' own in any case.
     """
-    cut = cut._replace(whole=0)
+    cut = cut._replace(uncut=0)
     starts = np.cumsum([0, *num_new])
     skips = np.zeros((len(num_new), 2), np.int32)
     items = []

@@ -62,7 +62,7 @@ class Cut(NamedTuple):
         longest: tokens up to which splits grow with their row; a row that is longer still has more
             of them, and from `splits` on longer ones again.
         shares: splits of a row as long as they grow.
-        whole: tokens up to which a row is one split, whatever else is said.
+        uncut: tokens up to which a row is one split, whatever else is said.
     """
 
     fewest: int
@@ -73,7 +73,7 @@ class Cut(NamedTuple):
     block: int
     longest: int = 0
     shares: int = 16
-    whole: int = 0
+    uncut: int = 0
 
     def tiles(self, bounds: Bounds) -> int:
         """Most tiles of queries."""
@@ -82,7 +82,7 @@ class Cut(NamedTuple):
 
     def parts(self, visible: int) -> int:
         """Returns the most splits of a row that attends to `visible` tokens or fewer."""
-        if visible <= self.whole:
+        if visible <= self.uncut:
             return 1
         growing = min(self.shares, -(-visible // self.split))
         return max(1, min(self.splits, max(growing, -(-visible // max(self.split, self.longest)))))
@@ -90,7 +90,7 @@ class Cut(NamedTuple):
     def into(self, length: int) -> tuple[int, int]:
         """Returns splits of `length` tokens, and tokens of each, as the device's `_splits_of`."""
         fewest = max(self.split, min(-(-length // self.shares), self.longest))
-        splits = min(max(-(-length // fewest), 1), self.splits) if length > self.whole else 1
+        splits = min(max(-(-length // fewest), 1), self.splits) if length > self.uncut else 1
         size = max(-(-length // (splits * self.block)), 1) * self.block
         return max(-(-length // size), 1), size
 
@@ -118,13 +118,13 @@ def _splits_of(
     BLOCK: tl.constexpr,
     LONGEST: tl.constexpr,
     SHARES: tl.constexpr,
-    WHOLE: tl.constexpr,
+    UNCUT: tl.constexpr,
 ):
     """Returns the splits of a row of `length` tokens, and the tokens of each."""
     share = (length + SHARES - 1) // SHARES
     fewest = tl.maximum(tl.minimum(share, LONGEST), SPLIT)
     splits = tl.minimum(tl.maximum((length + fewest - 1) // fewest, 1), SPLITS)
-    splits = tl.where(length > WHOLE, splits, 1)
+    splits = tl.where(length > UNCUT, splits, 1)
     size = tl.maximum((length + splits * BLOCK - 1) // (splits * BLOCK), 1) * BLOCK
     return tl.maximum((length + size - 1) // size, 1), size
 
@@ -143,13 +143,13 @@ def _items_of(
     BLOCK: tl.constexpr,
     LONGEST: tl.constexpr,
     SHARES: tl.constexpr,
-    WHOLE: tl.constexpr,
+    UNCUT: tl.constexpr,
 ):
     """First visible token, tokens a split, splits and items of rows."""
     first = tl.maximum(skip, kv_len - new - window + 1)
     aligned = first // BLOCK * BLOCK
     length = tl.maximum(kv_len - aligned, 0)
-    splits, size = _splits_of(length, SPLIT, SPLITS, BLOCK, LONGEST, SHARES, WHOLE)
+    splits, size = _splits_of(length, SPLIT, SPLITS, BLOCK, LONGEST, SHARES, UNCUT)
     takes_part = (new >= fewest) & (new <= most)
     items = tl.where(takes_part, (new + queries - 1) // queries * splits, 0)
     return first, aligned, size, splits, items
@@ -174,7 +174,7 @@ def _cut_rows(
     BLOCK: tl.constexpr,
     LONGEST: tl.constexpr,
     SHARES: tl.constexpr,
-    WHOLE: tl.constexpr,
+    UNCUT: tl.constexpr,
     HAS_SKIPS: tl.constexpr,
     CAUSAL: tl.constexpr,
 ):
@@ -195,7 +195,7 @@ def _cut_rows(
             skips = tl.load(skips_ptr + rows * 2, mask=there, other=0)
         _, _, _, _, items = _items_of(
             *(kv_lens, ends - begins, skips, window, fewest, most, queries),
-            *(SPLIT, SPLITS, BLOCK, LONGEST, SHARES, WHOLE),
+            *(SPLIT, SPLITS, BLOCK, LONGEST, SHARES, UNCUT),
         )
         before += tl.sum(tl.where(there, items, 0))
     kv_len = tl.load(kv_lens_ptr + row)
@@ -208,7 +208,7 @@ def _cut_rows(
         shared = tl.load(skips_ptr + row * 2 + 1)
     _, aligned, size, splits, items = _items_of(
         *(kv_len, new, skip, window, fewest, most, queries),
-        *(SPLIT, SPLITS, BLOCK, LONGEST, SHARES, WHOLE),
+        *(SPLIT, SPLITS, BLOCK, LONGEST, SHARES, UNCUT),
     )
     for start in range(0, items, 32):
         index = start + tl.arange(0, 32)
@@ -282,7 +282,7 @@ def cut_rows(
 @functools.cache
 def _launcher(splits: tuple[int, ...], has_skips: bool, causal: bool, target: Target) -> Launcher:
     static: dict[str, int] = dict(
-        zip(("SPLIT", "SPLITS", "BLOCK", "LONGEST", "SHARES", "WHOLE"), splits)
+        zip(("SPLIT", "SPLITS", "BLOCK", "LONGEST", "SHARES", "UNCUT"), splits)
     )
     static |= {"HAS_SKIPS": has_skips, "CAUSAL": causal}
     return Launcher(_cut_rows, target, static, num_warps=1, num_stages=1)
