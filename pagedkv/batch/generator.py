@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from transformers import PreTrainedModel
 
-from pagedkv.arrays import Ints
 from pagedkv.cache.cache import PagedKVCache
 from pagedkv.errors import UnsupportedModelError
 from pagedkv.hf.adapters import without_adapters
@@ -24,35 +23,21 @@ from pagedkv.planner import MemoryPlan
 from pagedkv.ranks import ranks_of, spelled
 
 from .chats import NAME as CHATS
-from .chats import Chats, Told, require_chats
+from .chats import Chats, require_chats
 from .drafts.draft_model import WIDTH, DraftModel, require_draft, tokens_for_both
 from .drafts.drafter import why_none
 from .drafts.model_drafts import ModelDrafts
+from .encoder import PromptEncoder, needs_tokenizer
 from .events.asynchronous import AsyncEvents
 from .events.events import Events, Maker
 from .graphs import DecodeGraphs
 from .job import GenerationJob
 from .options import GenerationOptions
 from .packed import PackedModel
-from .per_prompt import each_of, value_of
+from .per_prompt import each_of
 from .precompile import compile_for
-from .prompt_queue import ENDED, PromptQueue
-from .prompts import (
-    Prompt,
-    Refused,
-    Unread,
-    as_list,
-    as_python,
-    encode,
-    has_length,
-    is_processor,
-    needs_processor,
-    needs_tokenizer,
-    processor_of,
-    require_prompts,
-    start_of,
-    tokenizer_of,
-)
+from .prompt_queue import PromptQueue
+from .prompts import Prompt, Refused, Unread, as_list, has_length, require_prompts
 from .results import GenerationStats, Result, Running, Score, by_choice, finished, in_order
 from .rows import Row
 from .runner import StepRunner
@@ -163,10 +148,8 @@ class BatchGenerator:
         sizes |= {"pack_weights": pack_weights, "batch_invariant": batch_invariant}
         self._packed = PackedModel(model, **sizes)
         self.cache = self._packed.kv
-        is_whole = is_processor(tokenizer)
-        self.tokenizer = tokenizer.tokenizer if is_whole else tokenizer
-        self.processor = tokenizer if is_whole else None
         self.model = model = self._packed.model
+        self.encoder = PromptEncoder(model, tokenizer, takes_images=ranks.size == 1)
         if step_tokens is None:
             step_tokens = ranks.least(default_step_tokens(model, self.cache.device))
         self.step_tokens = step_tokens
@@ -204,6 +187,11 @@ class BatchGenerator:
         self._most_sampling = None if plan is None else plan.batch * plan.verify_width
         self.stats = GenerationStats()
         self._scheduler: Scheduler | None = None  # of the latest call
+
+    @property
+    def tokenizer(self) -> Any:
+        """The tokenizer that was given, or the one beside the checkpoint once it was needed."""
+        return self.encoder.tokenizer
 
     def generate(self, prompts: Iterable[Prompt], **options: Any) -> list[Result]:
         """Returns all results in the order of the prompts; Ctrl-C returns those that are finished.
@@ -273,9 +261,9 @@ class BatchGenerator:
         count = None if every is None else len(every)
         salts, chats = each_of("salt", salt, count), each_of(CHATS, told, count)
         if every is None:
-            ids: Any = self._encoded(prompts, chats)
+            ids: Any = self.encoder.coming(prompts, chats)
         else:
-            ids = self._encode_known(every, list(chats))
+            ids = self.encoder.known(every, list(chats))
         chosen = self._options(count, options)
         may_see = every is None or any(
             isinstance(prompt, Unread) and not isinstance(prompt, Refused) for prompt in ids
@@ -305,7 +293,7 @@ class BatchGenerator:
         source = PromptQueue((), {}, known=True)
         make = Maker(
             self._options,
-            lambda prompt, told, index: self._encode([as_python(prompt)], [told], index)[0],
+            self.encoder.one,
             partial(self._result, logprobs=logprobs),
             lambda: self.tokenizer,
             self._parts(source, True, logprobs, stats),
@@ -321,8 +309,8 @@ class BatchGenerator:
 
     def _options(self, prompts: int | None, options: dict[str, Any]) -> GenerationOptions:
         require_here(options)
-        if options.get("stop_strings") and self.tokenizer is None:
-            self.tokenizer = tokenizer_of(self.model)
+        if options.get("stop_strings"):
+            self.encoder.load_tokenizer()
         return GenerationOptions(self.model, self.tokenizer, prompts, **options)
 
     def score(
@@ -382,10 +370,9 @@ class BatchGenerator:
         require_chats(prompts, chats)
         each = by_prompt(continuations, len(prompts))
         words = [one for own in each for one in own if isinstance(one, str)]
-        if self.tokenizer is None and (words or any(map(needs_tokenizer, prompts))):
-            self.tokenizer = tokenizer_of(self.model)
-        start = start_of(self.model, self.tokenizer)
-        contexts = contexts_of(prompts, each, salts, chats, self.tokenizer, start)
+        if words or any(map(needs_tokenizer, prompts)):
+            self.encoder.load_tokenizer()
+        contexts = contexts_of(prompts, each, salts, chats, self.tokenizer, self.encoder.start)
         return PromptQueue(contexts, {"salt": [context.salt for context in contexts]}, known=True)
 
     @property
@@ -434,51 +421,6 @@ class BatchGenerator:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
-
-    def _encode(
-        self, prompts: list[Prompt], chats: list[Told], first: int = 0
-    ) -> list[Ints | Unread]:
-        """Ids of prompts, with the tokenizer or the processor that they need."""
-        if self.tokenizer is None and any(map(needs_tokenizer, prompts)):
-            self.tokenizer = tokenizer_of(self.model)
-        if self.processor is None and any(map(needs_processor, prompts)):
-            self.processor = processor_of(self.model)
-            if self.tokenizer is None:
-                self.tokenizer = getattr(self.processor, "tokenizer", None)
-        found = encode(prompts, self.tokenizer, self.processor, chats, first)
-        if self.cache.ranks.size > 1 and any(isinstance(prompt, Unread) for prompt in found):
-            raise ValueError(
-                "prompts: images and audio are not served where several processes share a model"
-            )
-        return found
-
-    def _encode_known(self, prompts: list[Prompt], chats: list[Any]) -> list[Ints | Unread]:
-        """Encodes a list. Beside prompts, an empty cell or another value becomes its row's error.
-
-        Raises:
-            TypeError: none of them is a prompt.
-        """
-        require_chats(prompts, chats)
-        try:
-            return self._encode(prompts, chats)
-        except TypeError:
-            each = list(self._encoded(prompts, chats))
-            if all(isinstance(prompt, Refused) for prompt in each):
-                raise
-            return each
-
-    def _encoded(self, prompts: Iterable[Prompt], chats: Iterable[Any]) -> Iterator[Ints | Unread]:
-        """Encodes prompts one after another as they come."""
-        each = iter(chats)
-        for index, prompt in enumerate(prompts):
-            told = next(each, ENDED)
-            try:
-                if told is ENDED:
-                    raise ValueError(f"{CHATS}: expected one value for each prompt, got {index}")
-                (ids,) = self._encode([as_python(prompt)], [value_of(CHATS, told)], index)
-            except Exception as error:  # a template refuses messages in any way it likes
-                ids = Refused(error)
-            yield ids
 
     def _parts(
         self, source: PromptQueue, may_see: bool, logprobs: bool, stats: GenerationStats
@@ -531,14 +473,11 @@ class BatchGenerator:
         forget_dead()  # the step of a `PagedCache` that an interrupt left open is in the way
 
     def _result(self, row: Row, logprobs: bool) -> Result:
-        text = None
-        if self.tokenizer is not None:
-            text = self.tokenizer.decode(row.tokens, skip_special_tokens=True)
         return Result(
             row.index,
             row.sample,
             row.tokens,
-            text,
+            self.encoder.text(row.tokens),
             row.logprobs if logprobs else None,
             "error" if row.error else row.finish_reason,  # type: ignore[arg-type]
             row.cached_tokens,

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, NoReturn
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from transformers import AutoTokenizer, PreTrainedModel
 
-from pagedkv.hf.model import text_config
-
-from .chats import Told, chat_ids, is_chat, rendered, require_known
+from .chats import Told, is_chat, rendered
 
 # Parts of messages that are no text, and what a processor that takes them has.
 BESIDE_TEXT = {
@@ -104,7 +101,7 @@ class Unread:
                 "prompt: what it has beside text needs the model's processor, and none was found; "
                 "give it to BatchGenerator in place of the tokenizer"
             )
-        taken = _taken_by(self._processor)
+        taken = taken_by(self._processor)
         for kind in [] if isinstance(prompt, Mapping) else _kinds_in(prompt):
             if any(name in kind for name in BESIDE_TEXT.keys() - taken):
                 served = " and ".join(["text", *taken])
@@ -132,49 +129,6 @@ class Refused(Unread):
         raise ValueError(str(self._error) or type(self._error).__name__)
 
 
-def encode(
-    prompts: list[Prompt],
-    tokenizer: Any,
-    processor: Any = None,
-    told: Sequence[Told] | None = None,
-    first: int = 0,
-) -> list[npt.NDArray[np.int64] | Unread]:
-    """Ids of every prompt, `[n]`: text as it stands, messages through the chat template.
-
-    Those that may have images are left to be read later, since pixels take memory.
-
-    Args:
-        told: what the template of each prompt is told; by default nothing.
-        first: the place of the first prompt in its call.
-
-    Raises:
-        TypeError: a prompt is none of these.
-        ValueError: a template is told what it does not know.
-    """
-    texts = [i for i, prompt in enumerate(prompts) if isinstance(prompt, str)]
-    encoded = list(prompts)
-    if texts:
-        rows = tokenizer([prompts[i] for i in texts])["input_ids"]
-        for i, row in zip(texts, rows):
-            encoded[i] = row
-    for i, prompt in enumerate(prompts):
-        own = told[i] if told and is_chat(prompt) else {}
-        if has_images(prompt) or (is_chat(prompt) and _has_own_template(processor, tokenizer)):
-            if processor is not None:
-                require_known(processor, own)
-            encoded[i] = Unread(prompt, processor, own)
-        elif is_chat(prompt):
-            encoded[i] = chat_ids(tokenizer, prompt, own)
-    return [
-        row if isinstance(row, Unread) else _as_ids(i, row) for i, row in enumerate(encoded, first)
-    ]
-
-
-def needs_tokenizer(prompt: Prompt) -> bool:
-    """Whether a prompt is made of words."""
-    return isinstance(prompt, str) or (is_chat(prompt) and not has_images(prompt))
-
-
 def has_images(prompt: Prompt) -> bool:
     """Whether a prompt may have images or audio: a mapping, or messages with more than text."""
     if not is_chat(prompt):
@@ -182,50 +136,11 @@ def has_images(prompt: Prompt) -> bool:
     return any(name in kind for kind in _kinds_in(prompt) for name in BESIDE_TEXT)
 
 
-def needs_processor(prompt: Prompt) -> bool:
-    """Whether a prompt has images or audio that were not processed yet."""
-    return has_images(prompt) and "input_ids" not in prompt
-
-
-def is_processor(given: Any) -> bool:
-    """Whether what was given as a tokenizer makes images or audio part of a prompt."""
-    return bool(_taken_by(given))
-
-
-def _taken_by(processor: Any) -> list[str]:
+def taken_by(processor: Any) -> list[str]:
     """The parts of messages that a processor takes beside text."""
     return [
         kind for kind, names in BESIDE_TEXT.items() if any(hasattr(processor, n) for n in names)
     ]
-
-
-def tokenizer_of(model: PreTrainedModel) -> Any:
-    """The tokenizer beside a model's checkpoint."""
-    name = model.config._name_or_path
-    if not name:
-        raise ValueError("tokenizer: give one, because this model was not loaded from a checkpoint")
-    return AutoTokenizer.from_pretrained(name)
-
-
-def start_of(model: PreTrainedModel, tokenizer: Any) -> int | None:
-    """Returns the token that begins a text, or else one that ends it; None if neither is known."""
-    for source in (tokenizer, text_config(model)):
-        for name in ("bos_token_id", "eos_token_id"):
-            found = getattr(source, name, None)
-            if found is not None:
-                return found[0] if isinstance(found, (list, tuple)) else found
-    return None
-
-
-def processor_of(model: PreTrainedModel) -> Any:
-    """The processor beside a model's checkpoint; None without one."""
-    from transformers import AutoProcessor  # brings what reads images, which texts do without
-
-    name = model.config._name_or_path
-    try:
-        return AutoProcessor.from_pretrained(name) if name else None
-    except Exception:  # none in there, or one that asks for what is not installed
-        return None
 
 
 def _kinds_in(messages: Prompt) -> list[str]:
@@ -233,12 +148,6 @@ def _kinds_in(messages: Prompt) -> list[str]:
     contents = [message.get("content") for message in messages if isinstance(message, Mapping)]
     parts = [part for content in contents if isinstance(content, list) for part in content]
     return [str(part.get("type")) for part in parts if isinstance(part, Mapping)]
-
-
-def _has_own_template(processor: Any, tokenizer: Any) -> bool:
-    """Whether only the processor knows how messages become a text."""
-    own, its = (getattr(one, "chat_template", None) for one in (processor, tokenizer))
-    return bool(own) and not its
 
 
 def ids_of(row: Any) -> npt.NDArray[np.int64] | None:
@@ -260,10 +169,15 @@ def _as_array(row: Any) -> Any:
     return None
 
 
-def _as_ids(index: int, row: Any) -> npt.NDArray[np.int64]:
+def as_ids(row: Any, place: int) -> npt.NDArray[np.int64]:
+    """Ids, `[n]`, of what stands at a place among the prompts.
+
+    Raises:
+        TypeError: it is no prompt.
+    """
     if isinstance(row, dict) and {"role", "content"} <= row.keys():
         raise TypeError(
-            f"prompts: expected a list of prompts, got at {index} one chat message; a chat is a "
+            f"prompts: expected a list of prompts, got at {place} one chat message; a chat is a "
             "list of messages, and one prompt of the list"
         )
     ids = ids_of(row)
@@ -272,6 +186,6 @@ def _as_ids(index: int, row: Any) -> npt.NDArray[np.int64]:
         shape = "" if array is None else f" of shape {list(array.shape)}, dtype {array.dtype}"
         raise TypeError(
             "prompts: expected text, [n] ids, chat messages or what a processor returns, got at "
-            f"{index} {type(row).__name__}{shape}"
+            f"{place} {type(row).__name__}{shape}"
         )
     return ids

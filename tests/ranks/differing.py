@@ -173,7 +173,7 @@ def failing(folder: str, prompts: Sequence[Any], what: str) -> Any:
         elif what == "option":
             options |= {"on purpose": 1} if own else {}
         elif what == "tokenizer":
-            batched.tokenizer = mock.Mock(side_effect=broken) if own else Words(False)
+            batched.encoder.tokenizer = mock.Mock(side_effect=broken) if own else Words(False)
             given = ["a"]
         elif what == "iterator":
             given = coming()

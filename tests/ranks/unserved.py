@@ -34,7 +34,7 @@ def asked(folder: str, what: str, store: str) -> tuple[str, str]:
         own = PagedKVCache(config, device="cpu", on_pressure=lambda cache, pressure: False)
         return error_of(lambda: PagedCache(model, cache=own))
     with BatchGenerator(model, max_tokens=512) as batched:
-        batched.processor = object()
+        batched.encoder.processor = object()
         prompt: Any = {"input_ids": [[5, 6]], "pixel_values": torch.zeros(1)}
         return error_of(lambda: batched.generate([[5, 6, 7], prompt]))
 

@@ -10,7 +10,8 @@ import numpy as np
 
 from pagedkv.arrays import Ints
 from pagedkv.batch.chats import Told
-from pagedkv.batch.prompts import Prompt, as_python, encode, has_images, ids_of
+from pagedkv.batch.encoder import encode
+from pagedkv.batch.prompts import Prompt, as_python, has_images, ids_of
 from pagedkv.pages.salts import Salt
 
 

@@ -1,0 +1,178 @@
+"""`PromptEncoder`: ids of prompts, by a tokenizer or a processor, and the text of new tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+from transformers import AutoTokenizer, PreTrainedModel
+
+from pagedkv.arrays import Ints
+from pagedkv.hf.model import text_config
+
+from .chats import NAME as CHATS
+from .chats import Told, chat_ids, is_chat, require_chats, require_known
+from .per_prompt import value_of
+from .prompt_queue import ENDED
+from .prompts import Prompt, Refused, Unread, as_ids, as_python, has_images, taken_by
+
+
+class PromptEncoder:
+    """Makes ids of prompts; loads what that takes from beside the model's checkpoint.
+
+    Args:
+        model: whose checkpoint has a tokenizer, where none is given.
+        given: a tokenizer, a processor, or None.
+        takes_images: whether prompts may have images or audio.
+
+    Attributes:
+        tokenizer: as given, or loaded for the first text; None before.
+        processor: as given, or loaded for the first image or audio; None before, or without one.
+    """
+
+    def __init__(self, model: PreTrainedModel, given: Any, takes_images: bool) -> None:
+        self._model, self._takes_images = model, takes_images
+        is_processor = bool(taken_by(given))
+        self.tokenizer = given.tokenizer if is_processor else given
+        self.processor = given if is_processor else None
+
+    def known(self, prompts: list[Prompt], chats: list[Told]) -> list[Ints | Unread]:
+        """Encodes a list. Beside prompts, an empty cell or another value becomes its row's error.
+
+        Raises:
+            TypeError: none of them is a prompt.
+        """
+        require_chats(prompts, chats)
+        try:
+            return self._encoded(prompts, chats, 0)
+        except TypeError:
+            each = list(self.coming(prompts, chats))
+            if all(isinstance(prompt, Refused) for prompt in each):
+                raise
+            return each
+
+    def coming(self, prompts: Iterable[Prompt], chats: Iterable[Any]) -> Iterator[Ints | Unread]:
+        """Encodes prompts one after another as they come; what is no prompt is its row's error."""
+        each = iter(chats)
+        for place, prompt in enumerate(prompts):
+            told = next(each, ENDED)
+            try:
+                if told is ENDED:
+                    raise ValueError(f"{CHATS}: expected one value for each prompt, got {place}")
+                ids = self.one(prompt, value_of(CHATS, told), place)
+            except Exception as error:  # a template refuses messages in any way it likes
+                ids = Refused(error)
+            yield ids
+
+    def one(self, prompt: Prompt, told: Told, place: int) -> Ints | Unread:
+        """Ids of a prompt, `[n]`; one with images is read later.
+
+        Raises:
+            TypeError, ValueError: it is no prompt, or cannot be encoded.
+        """
+        (ids,) = self._encoded([as_python(prompt)], [told], place)
+        return ids
+
+    def text(self, ids: Sequence[int]) -> str | None:
+        """The text of new tokens; None without a tokenizer."""
+        if self.tokenizer is None:
+            return None
+        text: str = self.tokenizer.decode(ids, skip_special_tokens=True)
+        return text
+
+    @property
+    def start(self) -> int | None:
+        """The token that begins a text, or else one that ends it; None if neither is known."""
+        for source in (self.tokenizer, text_config(self._model)):
+            for name in ("bos_token_id", "eos_token_id"):
+                found: Any = getattr(source, name, None)
+                if found is not None:
+                    return found[0] if isinstance(found, (list, tuple)) else found
+        return None
+
+    def load_tokenizer(self) -> None:
+        """Loads the tokenizer beside the model's checkpoint, where there is none yet.
+
+        Raises:
+            ValueError: the model was not loaded from a checkpoint.
+        """
+        if self.tokenizer is None:
+            name = self._model.config._name_or_path
+            if not name:
+                raise ValueError(
+                    "tokenizer: give one, because this model was not loaded from a checkpoint"
+                )
+            self.tokenizer = AutoTokenizer.from_pretrained(name)
+
+    def _load_processor(self) -> None:
+        if self.processor is None:
+            from transformers import AutoProcessor  # brings what reads images: texts do without
+
+            name = self._model.config._name_or_path
+            try:
+                self.processor = AutoProcessor.from_pretrained(name) if name else None
+            except Exception:  # none in there, or one that asks for what is not installed
+                self.processor = None
+            if self.tokenizer is None:
+                self.tokenizer = getattr(self.processor, "tokenizer", None)
+
+    def _encoded(self, prompts: list[Prompt], chats: list[Told], first: int) -> list[Ints | Unread]:
+        if any(map(needs_tokenizer, prompts)):
+            self.load_tokenizer()
+        if any(has_images(prompt) and "input_ids" not in prompt for prompt in prompts):
+            self._load_processor()
+        found = encode(prompts, self.tokenizer, self.processor, chats, first)
+        if not self._takes_images and any(isinstance(prompt, Unread) for prompt in found):
+            raise ValueError(
+                "prompts: images and audio are not served where several processes share a model"
+            )
+        return found
+
+
+def encode(
+    prompts: list[Prompt],
+    tokenizer: Any,
+    processor: Any = None,
+    told: Sequence[Told] | None = None,
+    first: int = 0,
+) -> list[Ints | Unread]:
+    """Ids of every prompt, `[n]`: text as it stands, messages through the chat template.
+
+    Those that may have images are left to be read later, since pixels take memory.
+
+    Args:
+        told: what the template of each prompt is told; by default nothing.
+        first: the place of the first prompt in its call.
+
+    Raises:
+        TypeError: a prompt is none of these.
+        ValueError: a template is told what it does not know.
+    """
+    texts = [i for i, prompt in enumerate(prompts) if isinstance(prompt, str)]
+    encoded = list(prompts)
+    if texts:
+        rows = tokenizer([prompts[i] for i in texts])["input_ids"]
+        for i, row in zip(texts, rows):
+            encoded[i] = row
+    for i, prompt in enumerate(prompts):
+        own = told[i] if told and is_chat(prompt) else {}
+        if has_images(prompt) or (is_chat(prompt) and _has_own_template(processor, tokenizer)):
+            if processor is not None:
+                require_known(processor, own)
+            encoded[i] = Unread(prompt, processor, own)
+        elif is_chat(prompt):
+            encoded[i] = chat_ids(tokenizer, prompt, own)
+    return [
+        row if isinstance(row, Unread) else as_ids(row, i) for i, row in enumerate(encoded, first)
+    ]
+
+
+def needs_tokenizer(prompt: Prompt) -> bool:
+    """Whether a prompt is made of words."""
+    return isinstance(prompt, str) or (is_chat(prompt) and not has_images(prompt))
+
+
+def _has_own_template(processor: Any, tokenizer: Any) -> bool:
+    """Whether only the processor knows how messages become a text."""
+    own, its = (getattr(one, "chat_template", None) for one in (processor, tokenizer))
+    return bool(own) and not its
