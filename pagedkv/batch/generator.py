@@ -24,13 +24,13 @@ from pagedkv.ranks import ranks_of, spelled
 
 from .chats import NAME as CHATS
 from .chats import Chats, require_chats
-from .drafts.draft_model import WIDTH, DraftModel, require_draft, tokens_for_both
+from .drafts.draft_model import DraftModel, require_draft, tokens_for_both
 from .drafts.drafter import why_none
 from .drafts.model_drafts import ModelDrafts
 from .encoder import PromptEncoder, needs_tokenizer
 from .events.asynchronous import AsyncEvents
 from .events.events import Events, Maker
-from .graphs import DecodeGraphs
+from .graphs import DecodeGraphs, can_capture
 from .job import GenerationJob
 from .options import GenerationOptions
 from .packed import PackedModel
@@ -47,8 +47,8 @@ from .scores.job import ScoreJob
 from .scores.pairs import by_prompt, contexts_of
 from .served import require_here
 from .step_images import StepImages
-from .step_width import default_step_tokens
 from .tried import require_like_alone
+from .widths import default_step_tokens, widths
 
 if TYPE_CHECKING:
     from typing import Unpack
@@ -128,18 +128,9 @@ class BatchGenerator:
         if ranks.size > 1:
             given = [one is None for one in (cache, plan, draft)]
             ranks.require_same("arguments", spelled([step_tokens, verify_width, max_tokens, given]))
-        if step_tokens is None and plan is not None:
-            step_tokens = plan.step_tokens
         asked = verify_width
-        if verify_width is None:
-            verify_width = 1 if plan is None else plan.verify_width
-            verify_width = WIDTH if draft is not None and verify_width == 1 else verify_width
-        for name, value in (("step_tokens", step_tokens), ("verify_width", verify_width)):
-            if value is not None and (type(value) is not int or value < 1):
-                raise ValueError(f"{name}: expected a positive int, got {value!r}")
+        step_tokens, verify_width = widths(step_tokens, verify_width, plan, draft is not None)
         if draft is not None:
-            if verify_width == 1:
-                raise ValueError("verify_width: expected 2 or more with a draft, got 1")
             require_draft(draft, model, tokenizer)
             if cache is None and plan is None and max_tokens is None:
                 max_tokens = tokens_for_both(model, draft, dict(fields))
@@ -169,20 +160,10 @@ class BatchGenerator:
         except BaseException:
             self._packed.close()
             raise
-        has_states = bool(self.cache.config.states)
-        graphs = (
-            cuda_graphs
-            and not has_states
-            and ranks.size == 1  # transfers between ranks were never captured
-            and self.cache.backend == "triton"
-            and self.cache.device.type == "cuda"
-            and not self.cache.placement.is_divided
-        )
-        # Weights that are streamed have another address in every pass.
-        graphs = graphs and not any(parameter.is_meta for parameter in model.parameters())
-        self._graphs = DecodeGraphs(self._packed) if graphs else None
+        captured = cuda_graphs and can_capture(self._packed)
+        self._graphs = DecodeGraphs(self._packed) if captured else None
         # A CPU has no device to run ahead of.
-        self._ahead = self.cache.device.type == "cuda" and not has_states
+        self._ahead = self.cache.device.type == "cuda" and not self.cache.config.states
         # The plan has memory for the logits of this many rows.
         self._most_sampling = None if plan is None else plan.batch * plan.verify_width
         self.stats = GenerationStats()

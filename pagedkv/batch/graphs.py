@@ -45,6 +45,20 @@ def capture(forward: Forward, device: torch.device, pool: Any) -> tuple[Replay, 
     return graph.replay, out
 
 
+def can_capture(packed: PackedModel) -> bool:
+    """Whether decoding steps of a model are the same launches on the same addresses each time."""
+    kv = packed.kv
+    return (
+        not kv.config.states
+        and kv.ranks.size == 1  # transfers between ranks were never captured
+        and kv.backend == "triton"
+        and kv.device.type == "cuda"
+        and not kv.placement.is_divided
+        # Weights that are streamed have another address in every pass.
+        and not any(parameter.is_meta for parameter in packed.model.parameters())
+    )
+
+
 class DecodeGraphs:
     """The graphs of one packed model.
 

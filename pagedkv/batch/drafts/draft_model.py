@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from transformers import AutoTokenizer, PreTrainedModel
 
 from pagedkv.batch.packed import PackedModel
+from pagedkv.batch.widths import WITH_DRAFT
 from pagedkv.cache.cache import PagedKVCache
 from pagedkv.config import CacheConfig, field_of
 from pagedkv.errors import UnsupportedModelError
@@ -19,8 +20,6 @@ from pagedkv.hf.model import cache_config, device_of, require_head, require_mode
 from pagedkv.hf.model_pages import tokens_of
 from pagedkv.hf.placement import devices_of
 from pagedkv.step.metadata import StepMetadata
-
-WIDTH = 5  # four drafts behind a row's last token: more are seldom all right
 
 
 class DraftModel:
@@ -151,7 +150,7 @@ def _has_same_words(draft: PreTrainedModel, tokenizer: Any) -> bool:
     return bool(words == others)
 
 
-def draft_config(draft: Any, beside: CacheConfig, width: int = WIDTH) -> CacheConfig:
+def draft_config(draft: Any, beside: CacheConfig, width: int = WITH_DRAFT) -> CacheConfig:
     """The pages of a draft model: for as many tokens as the model's, and of the same size."""
     draft = without_adapters(draft)
     names = ("page_size", "max_sequences", "max_sequence_length", "max_step_tokens", "growth_step")

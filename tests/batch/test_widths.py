@@ -8,7 +8,7 @@ from torch import nn
 
 from pagedkv import BatchGenerator
 from pagedkv.batch import generator as module
-from pagedkv.batch.step_width import default_step_tokens
+from pagedkv.batch.widths import default_step_tokens
 from pagedkv.planner import plan_memory
 from tests.hf.tiny import tiny
 
