@@ -47,7 +47,7 @@ from pagedkv.pages.salts import Salt, as_salt
 from pagedkv.pages.stats import CacheStats, collect
 from pagedkv.pages.tables import PageTables
 from pagedkv.ranks import ALONE, Ranks
-from pagedkv.recording import Recorder
+from pagedkv.recording import Recorder, Unrecorded
 from pagedkv.saving import sequence as saving
 from pagedkv.saving.match import Saved
 from pagedkv.saving.store import PrefixStore
@@ -162,7 +162,7 @@ class PagedKVCache:
         self.lock = PagesLock()  # a call from within a turn is refused, and cleans up
         self.turns = Turns(self.lock)
         self.ranks = ALONE
-        self._recorder: Recorder | None = None
+        self._recorder = Unrecorded()
         if trace is not None:
             on_host = None if self._tier is None else self._tier.page_counts
             self._recorder = Recorder(trace, config, self._tables, on_host)
@@ -271,9 +271,8 @@ class PagedKVCache:
                     raise
                 # The prompt can be computed instead, so want of memory to copy it is no error.
                 seq = sequences.add(tables, ids, salt=salt, max_tokens=max_tokens)
-        if self._recorder is not None:
-            size = None if ids is None else ids.size
-            self._recorder.note("add", seq=seq, tokens=size, max_tokens=max_tokens)
+        size = None if ids is None else ids.size
+        self._recorder.note("add", seq=seq, tokens=size, max_tokens=max_tokens)
         return seq
 
     def uncached(self, seq: int) -> Tokens:
@@ -301,8 +300,7 @@ class PagedKVCache:
 
     def _fork(self, seq: int, n: int) -> list[int]:
         seqs = sequences.fork(self._tables, seq, n)
-        if self._recorder is not None:
-            self._recorder.note("fork", seq=int(seq), seqs=seqs)
+        self._recorder.note("fork", seq=int(seq), seqs=seqs)
         return seqs
 
     # ------------------------------------------------------------------ one step
@@ -395,8 +393,7 @@ class PagedKVCache:
             raise
         self._open = step
         self._opened_by = None if held else threading.current_thread()
-        if self._recorder is not None:
-            self._recorder.prepared(names, plan)
+        self._recorder.prepared(names, plan)
         return step
 
     def _check_passed_on(self, tokens: Tensor, pending: Tokens | None, total: int) -> None:
@@ -479,8 +476,7 @@ class PagedKVCache:
                         with memory_errors():
                             self._evictor.take(self._tables, victims)
                 finally:
-                    if self._recorder is not None:
-                        self._recorder.committed(plan, kept)
+                    self._recorder.committed(plan, kept)
         if self._prefixes is not None:
             self._prefixes.committed(self)
 
@@ -506,8 +502,7 @@ class PagedKVCache:
                 self._close(step, "aborted")
                 if self.debug:
                     poison_tails(self._tables, self._storage, plan.rows)
-                if self._recorder is not None:
-                    self._recorder.note("abort")
+                self._recorder.note("abort")
 
     @contextmanager
     def step(
@@ -605,8 +600,7 @@ class PagedKVCache:
             raise ValueError(f"seq: sequence {seq} has no tokens, so it has no state to keep")
         with Uninterrupted():
             tables.states.keep(row, length, tables.prefix_key(row))
-            if self._recorder is not None:
-                self._recorder.note("checkpoint", seq=int(seq))
+            self._recorder.note("checkpoint", seq=int(seq))
         if self._prefixes is not None:
             self._prefixes.checkpointed(self, int(seq))
 
@@ -651,8 +645,7 @@ class PagedKVCache:
         with Uninterrupted():
             sequences.truncate(self._tables, seq, n)
             self._poison_restored([self._tables.row_of(seq)])
-            if self._recorder is not None:
-                self._recorder.note("truncate", seq=int(seq), n=int(n))
+            self._recorder.note("truncate", seq=int(seq), n=int(n))
 
     def splice(self, seq: int, start: int, stop: int, tokens: Ids) -> None:
         """Puts tokens in the place of tokens `start .. stop` of a sequence, at any length.
@@ -676,8 +669,7 @@ class PagedKVCache:
         with Uninterrupted():
             splicing.splice(self._tables, seq, plan.kept, plan.rest)
             self._poison_restored([self._tables.row_of(seq)])
-            if self._recorder is not None:
-                self._recorder.note("splice", seq=int(seq), n=plan.kept)
+            self._recorder.note("splice", seq=int(seq), n=plan.kept)
 
     def require_truncatable(self, seq: int, n: int) -> None:
         """Raises what `truncate` would raise, and changes nothing."""
@@ -769,8 +761,7 @@ class PagedKVCache:
                 self._tier.pages.clear()
             if self._prefixes is not None:
                 self._prefixes.forget_weights()
-            if self._recorder is not None:
-                self._recorder.note("clear")
+            self._recorder.note("clear")
 
     def shrink(self) -> int:
         """Gives the memory of free pages back: the free pages at the end of the pool are removed.
@@ -807,8 +798,7 @@ class PagedKVCache:
                 device_tables.forget(growth.absent())
             for group, pages in enumerate(growth.free_pages()):
                 self._storage.memory.release(group, pages)
-            if self._recorder is not None:
-                self._recorder.note("shrink")
+            self._recorder.note("shrink")
         return before - self.stats().bytes
 
     # ------------------------------------------------------------------ host memory
@@ -844,8 +834,7 @@ class PagedKVCache:
         seqs = self._tables.seqs[rows].tolist()
         with host_memory("offload"):
             tier.offload(rows)
-        if self._recorder is not None:
-            self._recorder.note("offload", seqs=seqs)
+        self._recorder.note("offload", seqs=seqs)
 
     def restore(self, seqs: int | Sequence[int] | Ints, *, max_tokens: int | None = None) -> None:
         """Brings offloaded sequences back, bit for bit; those that are here stay as they are.
@@ -886,9 +875,8 @@ class PagedKVCache:
             with host_memory("restore"):
                 self._tier.restore(rows, max_tokens)
             self._poison_restored(rows)
-            if self._recorder is not None:
-                names = tables.seqs[rows].tolist()
-                self._recorder.note("restore", seqs=names, max_tokens=max_tokens)
+            names = tables.seqs[rows].tolist()
+            self._recorder.note("restore", seqs=names, max_tokens=max_tokens)
 
     def is_offloaded(self, seq: int) -> bool:
         """Whether a sequence is in host memory.
@@ -978,8 +966,7 @@ class PagedKVCache:
         row = self._tables.row_of(seq)
         self._tables.models[row] = fingerprint
         self._poison_restored([row])
-        if self._recorder is not None:
-            self._recorder.note("load", seq=seq, tokens=saved.tokens.size)
+        self._recorder.note("load", seq=seq, tokens=saved.tokens.size)
         return seq
 
     def store(self, seq: int, *, salt: Salt = b"") -> int:
@@ -1106,13 +1093,11 @@ class PagedKVCache:
         """Ends sequences whose ids never reached the caller, because of an interrupt."""
         names = several(seqs)
         sequences.free(self._tables, names)
-        if self._recorder is not None:
-            self._recorder.note("free", seqs=[int(seq) for seq in names])
+        self._recorder.note("free", seqs=[int(seq) for seq in names])
 
     def _tell_failed(self, call: str, error: BaseException) -> None:
         """Records that a call found no pages or no memory, where there is a trace."""
-        if self._recorder is not None:
-            self._recorder.note("failed", call=call, error=type(error).__name__)
+        self._recorder.note("failed", call=call, error=type(error).__name__)
 
     def _rescue(self) -> None:
         if self._tier is not None:
@@ -1150,8 +1135,7 @@ class PagedKVCache:
             sequences.free(self._tables, seqs)
             if self._states is not None:
                 self._states.drop_donated()
-            if self._recorder is not None:
-                self._recorder.note("free", seqs=seqs.tolist())
+            self._recorder.note("free", seqs=seqs.tolist())
 
     def _require_mine(self, step: StepMetadata) -> PagePlan:
         if not isinstance(step, StepMetadata):

@@ -5,3 +5,4 @@ What reads a trace is a floor above, in `pagedkv/trace`.
 """
 
 from .recorder import Recorder as Recorder
+from .recorder import Unrecorded as Unrecorded

@@ -27,7 +27,20 @@ SEQS, LENGTHS, PAGES, EVICTED, FIRST = range(5)  # of `_rows`
 FEW = 32  # numbers that a loop of Python is through with before numpy has begun
 
 
-class Recorder:
+class Unrecorded:
+    """Stands in the place of a `Recorder` where nobody asked for a trace."""
+
+    def note(self, op: str, **asked: object) -> None:
+        """Writes nothing."""
+
+    def prepared(self, seqs: Ints, plan: PagePlan) -> None:
+        """Writes nothing."""
+
+    def committed(self, plan: PagePlan, kept: Ints | None) -> None:
+        """Writes nothing."""
+
+
+class Recorder(Unrecorded):
     """Records one cache, which has no sequences yet, until that cache is gone.
 
     Args:
