@@ -150,18 +150,9 @@ def attend(
     window,
     terms,  # of the scores
     NUM_KV_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    V_DIM: tl.constexpr,
-    K_REST: tl.constexpr,  # of K's columns, those behind V's if V is a view of K; or 0
     PAGE: tl.constexpr,
-    K_FORMAT: tl.constexpr,
-    K_STRIDE_N: tl.constexpr,
-    K_STRIDE_G: tl.constexpr,
-    K_STRIDE_P: tl.constexpr,
-    V_FORMAT: tl.constexpr,
-    V_STRIDE_N: tl.constexpr,
-    V_STRIDE_G: tl.constexpr,
-    V_STRIDE_P: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
     BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr,
     PACKED: tl.constexpr,  # see `codes.unpack`
@@ -176,13 +167,15 @@ def attend(
     CHUNK: tl.constexpr = 0,  # tokens of a chunk; 0 stores nothing
 ):
     """Attends to tokens `begin..end` of a KV head."""
-    V_IS_K: tl.constexpr = K_REST != 0
+    K_FORMAT: tl.constexpr = K.format
+    V_FORMAT: tl.constexpr = V.format
+    V_IS_K: tl.constexpr = K.rest != 0
     K_PARTS: tl.constexpr = len(q) - V_IS_K
     V_PARTS: tl.constexpr = len(acc)
     K_BLOCK: tl.constexpr = q[0].shape[1]
     V_BLOCK: tl.constexpr = acc[0].shape[1]
-    K_WIDTH: tl.constexpr = (HEAD_DIM - K_REST) // K_PARTS
-    V_WIDTH: tl.constexpr = V_DIM // V_PARTS
+    K_WIDTH: tl.constexpr = K.dim // K_PARTS  # dense staging pages fall into parts like coded ones
+    V_WIDTH: tl.constexpr = V.dim // V_PARTS
     dtype: tl.constexpr = q[0].dtype
     # Scales of tokens are loaded a tile ahead, and page ids two.
     AHEAD: tl.constexpr = K_FORMAT.scales == "token" or V_FORMAT.scales == "token"
@@ -197,12 +190,12 @@ def attend(
         if V_FORMAT.static
         else tl.bfloat16
     )
-    k_ptr += kv_head * K_STRIDE_G
-    v_ptr += kv_head * V_STRIDE_G
+    k_ptr += kv_head * K.stride_g
+    v_ptr += kv_head * V.stride_g
     if not K_FORMAT.dense:
-        k_scales_ptr = scales_at(k_scales_ptr, kv_head, K_FORMAT, HEAD_DIM, PAGE)
+        k_scales_ptr = scales_at(k_scales_ptr, kv_head, K_FORMAT, K.dim, PAGE)
     if not V_FORMAT.dense:
-        v_scales_ptr = scales_at(v_scales_ptr, kv_head, V_FORMAT, HEAD_DIM, PAGE)
+        v_scales_ptr = scales_at(v_scales_ptr, kv_head, V_FORMAT, V.dim, PAGE)
     if K_FORMAT.static:
         scale *= tl.load(k_scales_ptr)
         if K_FORMAT.bias and dtype == tl.bfloat16:
@@ -251,15 +244,15 @@ def attend(
         pages, in_page, inside = place(pages, start, begin, end, PAGE, STAGING, BLOCK_N, HAS_WINDOW)
         # Scores of K are masked later on, V must be zero where nothing was written.
         k = load_tile(
-            *(k_ptr, pages * K_STRIDE_N + in_page * K_STRIDE_P),
+            *(k_ptr, pages * K.stride_n + in_page * K.stride_p),
             inside if MASKED and V_IS_K else None,
-            *(K_PARTS if K_FORMAT.dense else 1, K_WIDTH, K_BLOCK, K_REST),
+            *(K_PARTS if K_FORMAT.dense else 1, K_WIDTH, K_BLOCK, K.rest),
         )
         if V_IS_K:
             v = k
         else:
             v = load_tile(
-                *(v_ptr, pages * V_STRIDE_N + in_page * V_STRIDE_P),
+                *(v_ptr, pages * V.stride_n + in_page * V.stride_p),
                 inside if MASKED and V_FORMAT.dense else None,
                 *(V_PARTS if V_FORMAT.dense else 1, V_WIDTH, V_BLOCK),
             )
@@ -270,7 +263,7 @@ def attend(
         for part in tl.static_range(len(q)):
             keys = k[part]
             if K_FORMAT.scales == "channel":
-                channel = pages * (NUM_KV_HEADS * HEAD_DIM) + part * K_WIDTH + offs_k
+                channel = pages * (NUM_KV_HEADS * K.dim) + part * K_WIDTH + offs_k
                 pairs = tl.load(k_scales_ptr + channel, mask=offs_k < K_WIDTH, other=0)
                 keys = by_channel(keys, pairs, PACKED)
             if part == 0:

@@ -74,28 +74,10 @@ def _decode(
     most_parts,
     NUM_HEADS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    V_DIM: tl.constexpr,
-    K_REST: tl.constexpr,
     PAGE: tl.constexpr,
-    K_FORMAT: tl.constexpr,
-    K_STRIDE_N: tl.constexpr,
-    K_STRIDE_G: tl.constexpr,
-    K_STRIDE_P: tl.constexpr,
-    K_PARTS: tl.constexpr,
-    K_BLOCK: tl.constexpr,
-    V_FORMAT: tl.constexpr,
-    V_STRIDE_N: tl.constexpr,
-    V_STRIDE_G: tl.constexpr,
-    V_STRIDE_P: tl.constexpr,
-    V_PARTS: tl.constexpr,
-    V_BLOCK: tl.constexpr,
-    STAGING_FORMAT: tl.constexpr,
-    STAGING_STRIDE_N: tl.constexpr,
-    STAGING_STRIDE_G: tl.constexpr,
-    STAGING_STRIDE_P: tl.constexpr,
-    STAGING_PARTS: tl.constexpr,
-    STAGING_BLOCK: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    STAGING: tl.constexpr,
     HEADS: tl.constexpr,  # of a KV head, that a tile takes
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -110,9 +92,7 @@ def _decode(
 ):
     """One program takes every n-th (item, KV head, share of its query heads), in this order."""
     RATIO: tl.constexpr = NUM_HEADS // NUM_KV_HEADS
-    K_WIDTH: tl.constexpr = (HEAD_DIM - K_REST) // K_PARTS
-    V_WIDTH: tl.constexpr = V_DIM // V_PARTS
-    HAS_STAGING: tl.constexpr = STAGING_STRIDE_P != 0
+    HAS_STAGING: tl.constexpr = STAGING.stride_p != 0
     SHARES: tl.constexpr = (RATIO + HEADS - 1) // HEADS
     offs_m = tl.arange(0, BLOCK_M)
     query = offs_m // HEADS
@@ -139,10 +119,10 @@ def _decode(
         if KIND.tree:
             rows += (tl.load(terms.tree + token + query, mask=real, other=-1),)
         where = (token + query) * (q_stride_t * 16) + head * (q_stride_h * 16)
-        q = load_tile(q_ptr, where, real, K_PARTS, K_WIDTH, K_BLOCK, K_REST)
+        q = load_tile(q_ptr, where, real, K.parts, K.width, K.block, K.rest)
         # What is counted once is counted in the row's first part.
         top, total = before_tokens(terms, head, real & (part == 0))
-        acc = zeros(BLOCK_M, V_PARTS, V_BLOCK)
+        acc = zeros(BLOCK_M, V.parts, V.block)
         notes = tl.tuple([])
         if CHUNK:
             room = rooms_ptr + row * ROOM_FIELDS
@@ -160,10 +140,7 @@ def _decode(
                 top, total, acc = attend(
                     *(q, rows, top, total, acc, kv_head),
                     *(k_staging_ptr, v_staging_ptr, None, None, table, first_staging),
-                    *(low, high, window, terms),
-                    *(NUM_KV_HEADS, HEAD_DIM, V_DIM, K_REST, PAGE),
-                    *(STAGING_FORMAT, STAGING_STRIDE_N, STAGING_STRIDE_G, STAGING_STRIDE_P),
-                    *(STAGING_FORMAT, STAGING_STRIDE_N, STAGING_STRIDE_G, STAGING_STRIDE_P),
+                    *(low, high, window, terms, NUM_KV_HEADS, PAGE, STAGING, STAGING),
                     *(STAGING_N, 1, False, "read", True, CAUSAL, KIND.window, KIND),
                     *(notes, CHUNK),
                 )
@@ -172,10 +149,7 @@ def _decode(
         top, total, acc = attend(
             *(q, rows, top, total, acc, kv_head),
             *(k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, table, first_staging),
-            *(begin, end, window, terms),
-            *(NUM_KV_HEADS, HEAD_DIM, V_DIM, K_REST, PAGE),
-            *(K_FORMAT, K_STRIDE_N, K_STRIDE_G, K_STRIDE_P),
-            *(V_FORMAT, V_STRIDE_N, V_STRIDE_G, V_STRIDE_P),
+            *(begin, end, window, terms, NUM_KV_HEADS, PAGE, K, V),
             *(BLOCK_N, STAGES, PACKED, "skipped" if HAS_STAGING else "absent"),
             *(True, CAUSAL, KIND.window, KIND),
             *(notes, CHUNK),
@@ -185,11 +159,11 @@ def _decode(
         sums = tl.where(total == 0, float("-inf"), top + tl.log2(safe))
         if parts == 1:
             to = (token + query) * NUM_HEADS + head
-            store_tile(out_ptr, to * V_DIM, real, out, V_WIDTH)
+            store_tile(out_ptr, to * V.dim, real, out, V.width)
             tl.store(lse_ptr + to, natural(sums, terms.sinks is not None), mask=real)
         else:
             to = ((partial + query) * most_parts + part) * NUM_HEADS + head
-            store_tile(partial_ptr, to * V_DIM, real, out, V_WIDTH)
+            store_tile(partial_ptr, to * V.dim, real, out, V.width)
             tl.store(sums_ptr + to, sums, mask=real)
 
 

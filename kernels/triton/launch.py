@@ -70,10 +70,37 @@ class Layout(NamedTuple):
     def of(cls, format: Format, data: Tensor) -> Layout:
         return cls(format, *data.stride()[:3])
 
+
+class Half(NamedTuple):
+    """K or V, or staging pages of either, as kernels are compiled for it: one constexpr argument.
+
+    Attributes:
+        stride_n, stride_g, stride_p: as in `Layout`.
+        dim: columns of a head, but for `rest`.
+        rest: columns of K behind those that V is a view of, a part of their own; or 0.
+    """
+
+    format: Format
+    stride_n: int
+    stride_g: int
+    stride_p: int
+    dim: int
+    rest: int = 0
+
     @property
     def parts(self) -> int:
-        """Into how many parts of the head dim an unpacked tile falls."""
-        return self.format.per_word
+        """Into how many parts of the head dim an unpacked tile falls; `rest` is one more."""
+        return self.format.per_word * -(-self.dim // WIDEST.value)  # only what is dense is wider
+
+    @property
+    def width(self) -> int:
+        """Columns of a part."""
+        return self.dim // self.parts
+
+    @property
+    def block(self) -> int:
+        """The same, padded: a product takes 16 elements and more."""
+        return max(16, triton.next_power_of_2(self.width))
 
 
 NOT_THERE = Layout(DENSE, 0, 0, 0)
@@ -122,12 +149,12 @@ class Geometry(NamedTuple):
     @property
     def bits(self) -> int:
         """The fewest of an element of K or V."""
-        return 16 // max(self.k.parts, self.v.parts)
+        return 16 // max(self.k.format.per_word, self.v.format.per_word)
 
     @property
     def chained(self) -> bool:
         """Whether several products of the tensor cores add up to one score, of narrow heads."""
-        return self.k.parts > 1 and self.dtype.itemsize == 2
+        return self.k.format.per_word > 1 and self.dtype.itemsize == 2
 
     @property
     def padded(self) -> int:
@@ -164,26 +191,11 @@ class Geometry(NamedTuple):
         return {
             "NUM_HEADS": self.num_heads,
             "NUM_KV_HEADS": self.num_kv_heads,
-            "HEAD_DIM": self.head_dim,
-            "V_DIM": self.v_dim,
-            "K_REST": self.rest,
             "PAGE": self.page,
-            **static_of(self.head_dim - self.rest, K=self.k),
-            **static_of(self.v_dim, V=self.v, STAGING=self.staging),
+            "K": Half(*self.k, self.head_dim - self.rest, self.rest),
+            "V": Half(*self.v, self.v_dim),
+            "STAGING": Half(*self.staging, self.v_dim),
         }
-
-
-def static_of(head_dim: int, **layouts: Layout) -> dict[str, Any]:
-    """The constexpr arguments that kernels take of layouts, beginning with their names."""
-    static: dict[str, Any] = {}
-    for name, layout in layouts.items():
-        static[f"{name}_FORMAT"] = layout.format
-        static |= dict(zip((f"{name}_STRIDE_{axis}" for axis in "NGP"), layout[1:]))
-        parts = layout.parts * -(-head_dim // WIDEST.value)  # what is not dense is not wider
-        static[f"{name}_PARTS"] = parts
-        # A product takes 16 elements and more.
-        static[f"{name}_BLOCK"] = max(16, triton.next_power_of_2(head_dim // parts))
-    return static
 
 
 def pointers(k: Pages, v: Pages) -> tuple[Tensor | None, ...]:

@@ -18,17 +18,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from pagedkv.kernels.formats import Pages
+from pagedkv.kernels.formats import DENSE, Format, Pages
 
 from .codes import encode_channels, encode_tokens, excess, step_and_least, unpack
 from .launch import (
+    Half,
     Launcher,
     Layout,
     Target,
     check_aligned,
     in_units,
     layer_stride,
-    static_of,
     target_of,
 )
 from .tile import at_layer, load_tile, store_tile
@@ -45,16 +45,15 @@ def _encode(
     data_ptr,  # the page
     scales_ptr,  # its scales
     PAGE: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    FORMAT: tl.constexpr,
-    STRIDE_P: tl.constexpr,
-    PARTS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    HALF: tl.constexpr,
     ROWS: tl.constexpr,
     ALL_ROWS: tl.constexpr,  # of the page, padded
 ):
     """Codes one page of one head."""
-    WIDTH: tl.constexpr = HEAD_DIM // PARTS
+    FORMAT: tl.constexpr = HALF.format
+    PARTS: tl.constexpr = HALF.parts
+    WIDTH: tl.constexpr = HALF.width
+    BLOCK: tl.constexpr = HALF.block
     if FORMAT.scales == "channel":
         row = tl.arange(0, ALL_ROWS)
         offs = tl.arange(0, BLOCK)
@@ -66,20 +65,20 @@ def _encode(
             codes, step, least = encode_channels(x, inside)
             words |= codes << (16 // PARTS * part)
             store_scales(scales_ptr, part * WIDTH + offs, step, least, offs < WIDTH, FORMAT)
-        store_tile(data_ptr, row * STRIDE_P, inside, (words.to(tl.int16),), WIDTH)
+        store_tile(data_ptr, row * HALF.stride_p, inside, (words.to(tl.int16),), WIDTH)
     else:
         for start in range(0, PAGE, ROWS):
             row = start + tl.arange(0, ROWS)
             inside = row < PAGE
             x = load_tile(from_ptr, row * stride_p, inside, PARTS, WIDTH, BLOCK)
             if FORMAT.dense:
-                store_tile(data_ptr, row * STRIDE_P, inside, x, WIDTH)
+                store_tile(data_ptr, row * HALF.stride_p, inside, x, WIDTH)
             else:
                 scale = 1.0
                 if FORMAT.static:
                     scale = tl.full(x[0].shape, 1.0, tl.float32) * tl.load(scales_ptr)
                 words, scale, least = encode_tokens(x, WIDTH, FORMAT, scale)
-                store_tile(data_ptr, row * STRIDE_P, inside, (words,), WIDTH)
+                store_tile(data_ptr, row * HALF.stride_p, inside, (words,), WIDTH)
                 store_scales(scales_ptr, row, scale, least, inside, FORMAT)
 
 
@@ -117,26 +116,24 @@ def _decode(
     scales_ptr,  # its scales
     to_ptr,  # the staging page
     PAGE: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    FORMAT: tl.constexpr,
-    STRIDE_P: tl.constexpr,
-    STAGING_STRIDE_P: tl.constexpr,
-    PARTS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    HALF: tl.constexpr,
+    STAGING: tl.constexpr,
     ROWS: tl.constexpr,
 ):
     """Decodes one page of one head."""
-    WIDTH: tl.constexpr = HEAD_DIM // PARTS
+    FORMAT: tl.constexpr = HALF.format
+    PARTS: tl.constexpr = HALF.parts
+    WIDTH: tl.constexpr = HALF.width
     for start in range(0, PAGE, ROWS):
         row = start + tl.arange(0, ROWS)
         inside = row < PAGE
-        values = load_tile(data_ptr, row * STRIDE_P, inside, 1, WIDTH, BLOCK)
+        values = load_tile(data_ptr, row * HALF.stride_p, inside, 1, WIDTH, HALF.block)
         if not FORMAT.dense:
             codes = unpack(values[0], FORMAT, tl.float32, False)
             values = tl.tuple([])
             for part in tl.static_range(PARTS):
                 values += (_scaled(codes[part], scales_ptr, row, inside, part, WIDTH, FORMAT),)
-        store_tile(to_ptr, row * STAGING_STRIDE_P, inside, values, WIDTH)
+        store_tile(to_ptr, row * STAGING.stride_p, inside, values, WIDTH)
 
 
 @triton.jit
@@ -147,11 +144,11 @@ def _scales_of(
     head,
     num_pages,
     NUM_KV_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
     PAGE: tl.constexpr,
-    FORMAT: tl.constexpr,
+    HALF: tl.constexpr,
 ):
     """Where the scales of one page and head begin, in a tensor of all layers."""
+    FORMAT: tl.constexpr = HALF.format
     which = (layer * num_pages + page) * NUM_KV_HEADS + head
     NUMBERS: tl.constexpr = 2 if FORMAT.pairs else 1
     if FORMAT.dense:
@@ -162,7 +159,7 @@ def _scales_of(
     elif FORMAT.scales == "token":
         return ptr + which * (NUMBERS * PAGE)
     else:
-        return ptr + which * (NUMBERS * HEAD_DIM)
+        return ptr + which * (NUMBERS * HALF.dim)
 
 
 _STRIDES = [f"{name}_stride_{axis}" for name in "kv" for axis in "lngp"]
@@ -194,20 +191,9 @@ def _encode_pages(
     v_stride_g,
     v_stride_p,
     NUM_KV_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
     PAGE: tl.constexpr,
-    K_FORMAT: tl.constexpr,
-    K_STRIDE_N: tl.constexpr,
-    K_STRIDE_G: tl.constexpr,
-    K_STRIDE_P: tl.constexpr,
-    K_PARTS: tl.constexpr,
-    K_BLOCK: tl.constexpr,
-    V_FORMAT: tl.constexpr,
-    V_STRIDE_N: tl.constexpr,
-    V_STRIDE_G: tl.constexpr,
-    V_STRIDE_P: tl.constexpr,
-    V_PARTS: tl.constexpr,
-    V_BLOCK: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
     ROWS: tl.constexpr,
     ALL_ROWS: tl.constexpr,
 ):
@@ -220,23 +206,17 @@ def _encode_pages(
         at = layer * k_stride_l + source * k_stride_n + head.to(tl.int64) * k_stride_g
         _encode(
             *(k_from_ptr + at * 16, k_stride_p * 16),
-            at_layer(k_pages_ptr, layer, k_layer) + (target * K_STRIDE_N + head * K_STRIDE_G),
-            _scales_of(
-                *(k_scales_ptr, layer, target, head, num_pages),
-                *(NUM_KV_HEADS, HEAD_DIM, PAGE, K_FORMAT),
-            ),
-            *(PAGE, HEAD_DIM, K_FORMAT, K_STRIDE_P, K_PARTS, K_BLOCK, ROWS, ALL_ROWS),
+            at_layer(k_pages_ptr, layer, k_layer) + (target * K.stride_n + head * K.stride_g),
+            _scales_of(k_scales_ptr, layer, target, head, num_pages, NUM_KV_HEADS, PAGE, K),
+            *(PAGE, K, ROWS, ALL_ROWS),
         )
     else:
         at = layer * v_stride_l + source * v_stride_n + head.to(tl.int64) * v_stride_g
         _encode(
             *(v_from_ptr + at * 16, v_stride_p * 16),
-            at_layer(v_pages_ptr, layer, v_layer) + (target * V_STRIDE_N + head * V_STRIDE_G),
-            _scales_of(
-                *(v_scales_ptr, layer, target, head, num_pages),
-                *(NUM_KV_HEADS, HEAD_DIM, PAGE, V_FORMAT),
-            ),
-            *(PAGE, HEAD_DIM, V_FORMAT, V_STRIDE_P, V_PARTS, V_BLOCK, ROWS, ALL_ROWS),
+            at_layer(v_pages_ptr, layer, v_layer) + (target * V.stride_n + head * V.stride_g),
+            _scales_of(v_scales_ptr, layer, target, head, num_pages, NUM_KV_HEADS, PAGE, V),
+            *(PAGE, V, ROWS, ALL_ROWS),
         )
 
 
@@ -255,23 +235,10 @@ def _decode_pages(
     v_layer,
     staging_layer,
     NUM_KV_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
     PAGE: tl.constexpr,
-    K_FORMAT: tl.constexpr,
-    K_STRIDE_N: tl.constexpr,
-    K_STRIDE_G: tl.constexpr,
-    K_STRIDE_P: tl.constexpr,
-    K_PARTS: tl.constexpr,
-    K_BLOCK: tl.constexpr,
-    V_FORMAT: tl.constexpr,
-    V_STRIDE_N: tl.constexpr,
-    V_STRIDE_G: tl.constexpr,
-    V_STRIDE_P: tl.constexpr,
-    V_PARTS: tl.constexpr,
-    V_BLOCK: tl.constexpr,
-    STAGING_STRIDE_N: tl.constexpr,
-    STAGING_STRIDE_G: tl.constexpr,
-    STAGING_STRIDE_P: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    STAGING: tl.constexpr,
     ROWS: tl.constexpr,
 ):
     """One program a page and head, a layer, and K or V."""
@@ -279,40 +246,20 @@ def _decode_pages(
     head = tl.program_id(0) % NUM_KV_HEADS
     source = tl.load(source_ptr + pair).to(tl.int64)
     target = (tl.load(target_ptr + pair) - num_pages).to(tl.int64)
-    to = target * STAGING_STRIDE_N + head * STAGING_STRIDE_G
+    to = target * STAGING.stride_n + head * STAGING.stride_g
     if tl.program_id(2) == 0:
         _decode(
-            at_layer(k_pages_ptr, layer, k_layer) + (source * K_STRIDE_N + head * K_STRIDE_G),
-            _scales_of(
-                *(k_scales_ptr, layer, source, head, num_pages),
-                *(NUM_KV_HEADS, HEAD_DIM, PAGE, K_FORMAT),
-            ),
-            *(
-                at_layer(k_staging_ptr, layer, staging_layer) + to,
-                PAGE,
-                HEAD_DIM,
-                K_FORMAT,
-                K_STRIDE_P,
-                STAGING_STRIDE_P,
-            ),
-            *(K_PARTS, K_BLOCK, ROWS),
+            at_layer(k_pages_ptr, layer, k_layer) + (source * K.stride_n + head * K.stride_g),
+            _scales_of(k_scales_ptr, layer, source, head, num_pages, NUM_KV_HEADS, PAGE, K),
+            at_layer(k_staging_ptr, layer, staging_layer) + to,
+            *(PAGE, K, STAGING, ROWS),
         )
     else:
         _decode(
-            at_layer(v_pages_ptr, layer, v_layer) + (source * V_STRIDE_N + head * V_STRIDE_G),
-            _scales_of(
-                *(v_scales_ptr, layer, source, head, num_pages),
-                *(NUM_KV_HEADS, HEAD_DIM, PAGE, V_FORMAT),
-            ),
-            *(
-                at_layer(v_staging_ptr, layer, staging_layer) + to,
-                PAGE,
-                HEAD_DIM,
-                V_FORMAT,
-                V_STRIDE_P,
-                STAGING_STRIDE_P,
-            ),
-            *(V_PARTS, V_BLOCK, ROWS),
+            at_layer(v_pages_ptr, layer, v_layer) + (source * V.stride_n + head * V.stride_g),
+            _scales_of(v_scales_ptr, layer, source, head, num_pages, NUM_KV_HEADS, PAGE, V),
+            at_layer(v_staging_ptr, layer, staging_layer) + to,
+            *(PAGE, V, STAGING, ROWS),
         )
 
 
@@ -394,36 +341,31 @@ def _check_ids(**tensors: Tensor) -> None:
     check_aligned(**tensors)
 
 
-Key = tuple[tuple[int, int, int], tuple[Layout, Layout], tuple[int, ...]]
-
-
-def _key(k: Pages, v: Pages, dim: int) -> Key:
+def _key(k: Pages, v: Pages, dim: int) -> tuple[int, int, Half, Half, Half | None]:
     """Returns the key of a kernel for pages of all layers, however many they are."""
     _, _, heads, size, _ = k.data.shape
-    layouts = Layout(k.format, *k.data.stride()[1:4]), Layout(v.format, *v.data.stride()[1:4])
-    staging = () if k.staging is None else k.staging.stride()[1:4]
-    return (heads, dim, size), layouts, staging
+
+    def half(format: Format, data: Tensor) -> Half:
+        return Half(*Layout(format, *data.stride()[1:4]), dim)
+
+    staging = None if k.staging is None else half(DENSE, k.staging)
+    return heads, size, half(k.format, k.data), half(v.format, v.data), staging
 
 
 @functools.cache
 def _launcher(
     what: str,
-    shape: tuple[int, int, int],
-    layouts: tuple[Layout, Layout],
-    staging: tuple[int, ...],
+    kv_heads: int,
+    page: int,
+    k: Half,
+    v: Half,
+    staging: Half | None,
     dtype: torch.dtype,
     target: Target,
 ) -> Launcher:
-    kv_heads, dim, page = shape
-    static: dict[str, Any] = {
-        "NUM_KV_HEADS": kv_heads,
-        "HEAD_DIM": dim,
-        "PAGE": page,
-        **static_of(dim, K=layouts[0], V=layouts[1]),
-        "ROWS": ROWS,
-    }
+    static: dict[str, Any] = {"NUM_KV_HEADS": kv_heads, "PAGE": page, "K": k, "V": v, "ROWS": ROWS}
     if what == "encode":
         static["ALL_ROWS"] = triton.next_power_of_2(page)
         return Launcher(_encode_pages, target, static, NUM_WARPS, 1)
-    static |= {f"STAGING_STRIDE_{axis}": stride for axis, stride in zip("NGP", staging)}
+    static["STAGING"] = staging
     return Launcher(_decode_pages, target, static, NUM_WARPS, 1)

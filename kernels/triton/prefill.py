@@ -125,28 +125,10 @@ def _prefill(
     terms,
     NUM_HEADS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    V_DIM: tl.constexpr,
-    K_REST: tl.constexpr,
     PAGE: tl.constexpr,
-    K_FORMAT: tl.constexpr,
-    K_STRIDE_N: tl.constexpr,
-    K_STRIDE_G: tl.constexpr,
-    K_STRIDE_P: tl.constexpr,
-    K_PARTS: tl.constexpr,
-    K_BLOCK: tl.constexpr,
-    V_FORMAT: tl.constexpr,
-    V_STRIDE_N: tl.constexpr,
-    V_STRIDE_G: tl.constexpr,
-    V_STRIDE_P: tl.constexpr,
-    V_PARTS: tl.constexpr,
-    V_BLOCK: tl.constexpr,
-    STAGING_FORMAT: tl.constexpr,
-    STAGING_STRIDE_N: tl.constexpr,
-    STAGING_STRIDE_G: tl.constexpr,
-    STAGING_STRIDE_P: tl.constexpr,
-    STAGING_PARTS: tl.constexpr,
-    STAGING_BLOCK: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    STAGING: tl.constexpr,
     HEADS: tl.constexpr,  # of a KV head, that a tile takes
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -157,10 +139,8 @@ def _prefill(
 ):
     """One program a tile of queries and KV head; tiles of one head next to each other, for L2."""
     RATIO: tl.constexpr = NUM_HEADS // NUM_KV_HEADS
-    K_WIDTH: tl.constexpr = (HEAD_DIM - K_REST) // K_PARTS
-    V_WIDTH: tl.constexpr = V_DIM // V_PARTS
-    HAS_STAGING: tl.constexpr = STAGING_STRIDE_P != 0
-    STAGING: tl.constexpr = "skipped" if HAS_STAGING else "absent"
+    HAS_STAGING: tl.constexpr = STAGING.stride_p != 0
+    STAGED: tl.constexpr = "skipped" if HAS_STAGING else "absent"
     index = tl.program_id(0)
     SHARES: tl.constexpr = (RATIO + HEADS - 1) // HEADS
     share = tl.program_id(1)  # of a KV head's query heads, as many as fit into a tile
@@ -185,9 +165,9 @@ def _prefill(
         if KIND.tree:
             rows += (tl.load(terms.tree + token + query, mask=real, other=-1),)
         where = (token + query) * (q_stride_t * 16) + head * (q_stride_h * 16)
-        q = load_tile(q_ptr, where, real, K_PARTS, K_WIDTH, K_BLOCK, K_REST)
+        q = load_tile(q_ptr, where, real, K.parts, K.width, K.block, K.rest)
         top, total = before_tokens(terms, head, real)
-        acc = zeros(BLOCK_M, V_PARTS, V_BLOCK)
+        acc = zeros(BLOCK_M, V.parts, V.block)
         table_ptr += row.to(tl.int64) * table_stride
 
         if HAS_STAGING:
@@ -198,10 +178,7 @@ def _prefill(
                     *(q, rows, top, total, acc, kv_head),
                     *(k_staging_ptr, v_staging_ptr, None, None, table_ptr, first_staging),
                     *(tl.maximum(begin, column * PAGE), tl.minimum(end, column * PAGE + PAGE)),
-                    *(window, terms),
-                    *(NUM_KV_HEADS, HEAD_DIM, V_DIM, K_REST, PAGE),
-                    *(STAGING_FORMAT, STAGING_STRIDE_N, STAGING_STRIDE_G, STAGING_STRIDE_P),
-                    *(STAGING_FORMAT, STAGING_STRIDE_N, STAGING_STRIDE_G, STAGING_STRIDE_P),
+                    *(window, terms, NUM_KV_HEADS, PAGE, STAGING, STAGING),
                     *(STAGING_N, 1, False, "read", True, True, KIND.window, KIND),
                 )
                 column = next_staging(table_ptr, column + 1, tl.cdiv(end, PAGE), first_staging)
@@ -222,33 +199,24 @@ def _prefill(
             top, total, acc = attend(
                 *(q, rows, top, total, acc, kv_head),
                 *(k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, table_ptr, first_staging),
-                *(begin, edge, window, terms),
-                *(NUM_KV_HEADS, HEAD_DIM, V_DIM, K_REST, PAGE),
-                *(K_FORMAT, K_STRIDE_N, K_STRIDE_G, K_STRIDE_P),
-                *(V_FORMAT, V_STRIDE_N, V_STRIDE_G, V_STRIDE_P),
-                *(BLOCK_N, STAGES, PACKED, STAGING, True, True, True, KIND),
+                *(begin, edge, window, terms, NUM_KV_HEADS, PAGE, K, V),
+                *(BLOCK_N, STAGES, PACKED, STAGED, True, True, True, KIND),
             )
         top, total, acc = attend(
             *(q, rows, top, total, acc, kv_head),
             *(k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, table_ptr, first_staging),
-            *(full_begin, full_end, window, terms),
-            *(NUM_KV_HEADS, HEAD_DIM, V_DIM, K_REST, PAGE),
-            *(K_FORMAT, K_STRIDE_N, K_STRIDE_G, K_STRIDE_P),
-            *(V_FORMAT, V_STRIDE_N, V_STRIDE_G, V_STRIDE_P),
-            *(BLOCK_N, STAGES, PACKED, STAGING, False, False, False, KIND),
+            *(full_begin, full_end, window, terms, NUM_KV_HEADS, PAGE, K, V),
+            *(BLOCK_N, STAGES, PACKED, STAGED, False, False, False, KIND),
         )
         top, total, acc = attend(
             *(q, rows, top, total, acc, kv_head),
             *(k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, table_ptr, first_staging),
-            *(rest, end, window, terms),
-            *(NUM_KV_HEADS, HEAD_DIM, V_DIM, K_REST, PAGE),
-            *(K_FORMAT, K_STRIDE_N, K_STRIDE_G, K_STRIDE_P),
-            *(V_FORMAT, V_STRIDE_N, V_STRIDE_G, V_STRIDE_P),
-            *(BLOCK_N, STAGES, PACKED, STAGING, True, True, KIND.window, KIND),
+            *(rest, end, window, terms, NUM_KV_HEADS, PAGE, K, V),
+            *(BLOCK_N, STAGES, PACKED, STAGED, True, True, KIND.window, KIND),
         )
         safe = tl.where(total == 0, 1.0, total)
         to = (token + query) * NUM_HEADS + head
-        store_tile(out_ptr, to * V_DIM, real, times(acc, (1.0 / safe)[:, None]), V_WIDTH)
+        store_tile(out_ptr, to * V.dim, real, times(acc, (1.0 / safe)[:, None]), V.width)
         sums = tl.where(total == 0, float("-inf"), top + tl.log2(safe))
         tl.store(lse_ptr + to, natural(sums, terms.sinks is not None), mask=real)
 

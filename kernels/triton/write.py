@@ -17,12 +17,12 @@ from pagedkv.kernels.formats import Pages
 
 from .codes import encode_tokens
 from .launch import (
+    Half,
     Launcher,
     Layout,
     Target,
     check_aligned,
     in_units,
-    static_of,
     target_of,
 )
 from .tile import load_tile, store_tile
@@ -51,19 +51,15 @@ def _put(
     data_ptr,
     scales_ptr,
     NUM_KV_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    REST: tl.constexpr,
     PAGE: tl.constexpr,
-    FORMAT: tl.constexpr,
-    STRIDE_N: tl.constexpr,
-    STRIDE_G: tl.constexpr,
-    STRIDE_P: tl.constexpr,
+    HALF: tl.constexpr,
 ):
     """Puts rows into their slots."""
-    WIDTH: tl.constexpr = (HEAD_DIM - REST) // (len(rows) - (REST != 0))
-    to = page * STRIDE_N + head * STRIDE_G + in_page * STRIDE_P
+    FORMAT: tl.constexpr = HALF.format
+    WIDTH: tl.constexpr = HALF.width
+    to = page * HALF.stride_n + head * HALF.stride_g + in_page * HALF.stride_p
     if FORMAT.dense:
-        store_tile(data_ptr, to, mask, rows, WIDTH, REST)
+        store_tile(data_ptr, to, mask, rows, WIDTH, HALF.rest)
     else:
         scale = 1.0
         if FORMAT.static:
@@ -95,22 +91,9 @@ def _write_kv(
     v_stride_t,
     v_stride_g,
     NUM_KV_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    V_DIM: tl.constexpr,
-    K_REST: tl.constexpr,  # of K's columns, those behind V's if V is a view of K; or 0
     PAGE: tl.constexpr,
-    K_FORMAT: tl.constexpr,
-    K_STRIDE_N: tl.constexpr,
-    K_STRIDE_G: tl.constexpr,
-    K_STRIDE_P: tl.constexpr,
-    K_PARTS: tl.constexpr,
-    K_BLOCK: tl.constexpr,
-    V_FORMAT: tl.constexpr,
-    V_STRIDE_N: tl.constexpr,
-    V_STRIDE_G: tl.constexpr,
-    V_STRIDE_P: tl.constexpr,
-    V_PARTS: tl.constexpr,
-    V_BLOCK: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
 ):
     """Moves rows of one head; tokens whose slot is -1, or before `first_page`, are left out."""
@@ -122,19 +105,13 @@ def _write_kv(
     mask = (slot >= 0) & (page >= 0)
     k_from = token * (k_stride_t * 16) + head * (k_stride_g * 16)
     v_from = token * (v_stride_t * 16) + head * (v_stride_g * 16)
-    K_WIDTH: tl.constexpr = (HEAD_DIM - K_REST) // K_PARTS
-    k = load_tile(k_ptr, k_from, mask, K_PARTS, K_WIDTH, K_BLOCK, K_REST)
-    if not K_REST:
-        v = load_tile(v_ptr, v_from, mask, V_PARTS, V_DIM // V_PARTS, V_BLOCK)
-    _put(
-        *(k, page, head, slot % PAGE, mask, k_pages_ptr, k_scales_ptr, NUM_KV_HEADS, HEAD_DIM),
-        *(K_REST, PAGE, K_FORMAT, K_STRIDE_N, K_STRIDE_G, K_STRIDE_P),
-    )
-    if not K_REST:
-        _put(
-            *(v, page, head, slot % PAGE, mask, v_pages_ptr, v_scales_ptr, NUM_KV_HEADS, V_DIM),
-            *(0, PAGE, V_FORMAT, V_STRIDE_N, V_STRIDE_G, V_STRIDE_P),
-        )
+    k = load_tile(k_ptr, k_from, mask, K.parts, K.width, K.block, K.rest)
+    if not K.rest:
+        v = load_tile(v_ptr, v_from, mask, V.parts, V.width, V.block)
+    to = page, head, slot % PAGE, mask
+    _put(k, *to, k_pages_ptr, k_scales_ptr, NUM_KV_HEADS, PAGE, K)
+    if not K.rest:
+        _put(v, *to, v_pages_ptr, v_scales_ptr, NUM_KV_HEADS, PAGE, V)
 
 
 def write_kv(
@@ -165,11 +142,10 @@ def write_kv(
     strides = *in_units("k", k), *in_units("v", v)
     if not tokens:
         return
-    layouts = tuple(Layout.of(x.format, x.data) for x in halves)
-    shape = kv_heads, page, dim, v.shape[2] - rest, rest
-    target = target_of(k.device)
-    key = shape, layouts, (k.dtype, slots.dtype), target
-    _launcher(*key)(
+    of_k = Half(*Layout.of(k_half.format, k_half.data), dim - rest, rest)
+    of_v = Half(*Layout.of(v_half.format, v_half.data), v.shape[2] - rest)
+    dtypes, target = (k.dtype, slots.dtype), target_of(k.device)
+    _launcher(kv_heads, page, of_k, of_v, dtypes, target)(
         (triton.cdiv(tokens * kv_heads, BLOCK_ROWS), 1, 1),
         *(k, v, k_half.data, v_half.data, k_half.scales, v_half.scales, slots),
         *(tokens, first_page, *strides),
@@ -178,20 +154,8 @@ def write_kv(
 
 @functools.cache
 def _launcher(
-    shape: tuple[int, int, int, int, int],
-    layouts: tuple[Layout, Layout],
-    dtypes: tuple[torch.dtype, ...],
-    target: Target,
+    kv_heads: int, page: int, k: Half, v: Half, dtypes: tuple[torch.dtype, ...], target: Target
 ) -> Launcher:
-    kv_heads, page, dim, v_dim, rest = shape
-    static = {
-        "NUM_KV_HEADS": kv_heads,
-        "HEAD_DIM": dim,
-        "V_DIM": v_dim,
-        "K_REST": rest,
-        "PAGE": page,
-        **static_of(dim - rest, K=layouts[0]),
-        **static_of(v_dim, V=layouts[1]),
-        "BLOCK_ROWS": BLOCK_ROWS,
-    }
+    sizes = {"NUM_KV_HEADS": kv_heads, "PAGE": page, "BLOCK_ROWS": BLOCK_ROWS}
+    static = sizes | {"K": k, "V": v}
     return Launcher(_write_kv, target, static, NUM_WARPS, 1)

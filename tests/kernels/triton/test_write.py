@@ -87,9 +87,9 @@ def test_tokens_may_lie_more_than_2_to_the_31_elements_apart():
 
 
 def test_slots_of_another_size_are_another_kernel():
-    shape, layout, target = (2, 16, 16, 16, 0), launch.NOT_THERE, launch.Target(-1, 0, 1, 1)
+    half, target = launch.Half(*launch.NOT_THERE, 16), launch.Target(-1, 0, 1, 1)
     kinds = [(torch.float32, number) for number in (torch.int32, torch.int64)]
-    one, other = (write._launcher(shape, (layout, layout), kind, target) for kind in kinds)
+    one, other = (write._launcher(2, 16, half, half, kind, target) for kind in kinds)
     assert one is not other
 
 
