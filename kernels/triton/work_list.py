@@ -111,45 +111,23 @@ class Work(NamedTuple):
 
 
 @triton.jit
-def _splits_of(
-    length,
-    SPLIT: tl.constexpr,
-    SPLITS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    LONGEST: tl.constexpr,
-    SHARES: tl.constexpr,
-    UNCUT: tl.constexpr,
-):
+def _splits_of(length, CUT: tl.constexpr):
     """Returns the splits of a row of `length` tokens, and the tokens of each."""
-    share = (length + SHARES - 1) // SHARES
-    fewest = tl.maximum(tl.minimum(share, LONGEST), SPLIT)
-    splits = tl.minimum(tl.maximum((length + fewest - 1) // fewest, 1), SPLITS)
-    splits = tl.where(length > UNCUT, splits, 1)
-    size = tl.maximum((length + splits * BLOCK - 1) // (splits * BLOCK), 1) * BLOCK
+    share = (length + CUT.shares - 1) // CUT.shares
+    fewest = tl.maximum(tl.minimum(share, CUT.longest), CUT.split)
+    splits = tl.minimum(tl.maximum((length + fewest - 1) // fewest, 1), CUT.splits)
+    splits = tl.where(length > CUT.uncut, splits, 1)
+    size = tl.maximum((length + splits * CUT.block - 1) // (splits * CUT.block), 1) * CUT.block
     return tl.maximum((length + size - 1) // size, 1), size
 
 
 @triton.jit
-def _items_of(
-    kv_len,
-    new,
-    skip,
-    window,
-    fewest,
-    most,
-    queries,
-    SPLIT: tl.constexpr,
-    SPLITS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    LONGEST: tl.constexpr,
-    SHARES: tl.constexpr,
-    UNCUT: tl.constexpr,
-):
+def _items_of(kv_len, new, skip, window, fewest, most, queries, CUT: tl.constexpr):
     """First visible token, tokens a split, splits and items of rows."""
     first = tl.maximum(skip, kv_len - new - window + 1)
-    aligned = first // BLOCK * BLOCK
+    aligned = first // CUT.block * CUT.block
     length = tl.maximum(kv_len - aligned, 0)
-    splits, size = _splits_of(length, SPLIT, SPLITS, BLOCK, LONGEST, SHARES, UNCUT)
+    splits, size = _splits_of(length, CUT)
     takes_part = (new >= fewest) & (new <= most)
     items = tl.where(takes_part, (new + queries - 1) // queries * splits, 0)
     return first, aligned, size, splits, items
@@ -169,12 +147,7 @@ def _cut_rows(
     most,
     queries,
     most_new,
-    SPLIT: tl.constexpr,
-    SPLITS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    LONGEST: tl.constexpr,
-    SHARES: tl.constexpr,
-    UNCUT: tl.constexpr,
+    CUT: tl.constexpr,  # but for what `fewest`, `most` and `queries` say
     HAS_SKIPS: tl.constexpr,
     CAUSAL: tl.constexpr,
 ):
@@ -194,8 +167,7 @@ def _cut_rows(
         if HAS_SKIPS:
             skips = tl.load(skips_ptr + rows * 2, mask=there, other=0)
         _, _, _, _, items = _items_of(
-            *(kv_lens, ends - begins, skips, window, fewest, most, queries),
-            *(SPLIT, SPLITS, BLOCK, LONGEST, SHARES, UNCUT),
+            kv_lens, ends - begins, skips, window, fewest, most, queries, CUT
         )
         before += tl.sum(tl.where(there, items, 0))
     kv_len = tl.load(kv_lens_ptr + row)
@@ -207,8 +179,7 @@ def _cut_rows(
         skip = tl.load(skips_ptr + row * 2)
         shared = tl.load(skips_ptr + row * 2 + 1)
     _, aligned, size, splits, items = _items_of(
-        *(kv_len, new, skip, window, fewest, most, queries),
-        *(SPLIT, SPLITS, BLOCK, LONGEST, SHARES, UNCUT),
+        kv_len, new, skip, window, fewest, most, queries, CUT
     )
     for start in range(0, items, 32):
         index = start + tl.arange(0, 32)
@@ -281,8 +252,5 @@ def cut_rows(
 
 @functools.cache
 def _launcher(splits: tuple[int, ...], has_skips: bool, causal: bool, target: Target) -> Launcher:
-    static: dict[str, int] = dict(
-        zip(("SPLIT", "SPLITS", "BLOCK", "LONGEST", "SHARES", "UNCUT"), splits)
-    )
-    static |= {"HAS_SKIPS": has_skips, "CAUSAL": causal}
+    static = {"CUT": Cut(0, 0, 0, *splits), "HAS_SKIPS": has_skips, "CAUSAL": causal}
     return Launcher(_cut_rows, target, static, num_warps=1, num_stages=1)
