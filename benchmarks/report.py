@@ -154,10 +154,11 @@ def markdown(rows: Sequence[Sequence[str]], names: int = 1, widest: int = 40) ->
 
 
 def run_of(run: Record) -> list[str]:
-    """A card's machine, whether its kernels were right, its ceilings."""
+    """A card's machine, whether its kernels were right and well compiled, its ceilings."""
     machine = ", ".join(f"{name} {value}" for name, value in run["machine"].items())
     ceilings = ", ".join(f"{name} {digits(value)}" for name, value in run["ceilings"].items())
-    return [machine, f"correctness {run['correctness']}", ceilings]
+    binaries = [f"binaries {run['binaries']}"] if "binaries" in run else []
+    return [machine, f"correctness {run['correctness']}", *binaries, ceilings]
 
 
 def render(data: dict[str, Any]) -> str:

@@ -17,6 +17,7 @@ from .correctness import PASSED
 from .ours import TRIED
 
 Record = dict[str, Any]
+NOT_CHECKED = "not checked"
 LOST = "the device was lost, or the process never came back"
 
 
@@ -58,7 +59,8 @@ class Results:
                     title: told for title, told in known.items() if told == PASSED
                 }
         data["kernels"] = []
-        runs.append({"correctness": "not checked", "machine": {}, "ceilings": {}})
+        state = {"correctness": NOT_CHECKED, "binaries": NOT_CHECKED}
+        runs.append(state | {"machine": {}, "ceilings": {}})
         self.save()
 
     def tries(self, where: str, what: str) -> None:

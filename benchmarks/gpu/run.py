@@ -5,7 +5,8 @@ cell of each kind is measured (`measure.py`), with the ceilings of the device. T
 correctness cases are compiled in the background meanwhile; once they are there the cases run, then
 those of what is off so far, and last the other cells. All of it happens in a process that is
 replaced when it loses the device or hangs, and that writes down in `DIR/cells.json` what it does:
-what is in there is not run again, and what failed stops nothing else. Needs no git and no virtual
+what is in there is not run again, and what failed stops nothing else. In the end the binaries that
+ran on Hopper are searched for faults of compilers (`cached.py`). Needs no git and no virtual
 environment.
 """
 
@@ -38,7 +39,7 @@ from benchmarks.report import render
 from . import correctness, measure
 from .grid import GRIDS, one_of_each
 from .proving import names_to_try, prove
-from .results import Record, Results
+from .results import NOT_CHECKED, Record, Results
 
 MARGIN = 1.5  # a cell is begun if this many times the slowest so far still fits
 QUERY = "driver_version,clocks.sm,clocks.mem,clocks.max.sm,clocks.max.mem,power.limit"
@@ -47,6 +48,7 @@ LOSSES = 12  # processes that may die before the run gives up
 QUIET = 60  # seconds without a note in the results after which a process hangs
 POLL = 0.2  # seconds
 OUT_OF_TIME = 3  # exit status of a process that stopped by itself
+KERNELS = "cells", "checks", "cache"  # of which something may be said, see `compiled`
 
 
 def machine(device: torch.device, commit: str) -> Record:
@@ -164,14 +166,14 @@ def child(module: str, arguments: list[str], seconds: float, notes: Path | None)
 
 
 def compiled(folder: Path, what: str) -> Path:
-    """Where what was compiled ahead, for "cells" or "checks", says what does not compile."""
+    """Where it is said which kernels do not compile, of "cells" or "checks", or are not right."""
     return folder / f"kernels-of-{what}.json"
 
 
 @contextmanager
 def compiling(options: argparse.Namespace) -> Iterator[None]:
     """Kernels of the cells are there, and those of the checks are made meanwhile."""
-    files = [compiled(options.out, what) for what in ("cells", "checks")]
+    files = [compiled(options.out, what) for what in KERNELS]
     for file in files:
         file.unlink(missing_ok=True)
     if not options.precompile:
@@ -271,7 +273,12 @@ def main(arguments: list[str]) -> int:
         left = options.limit_seconds - (time.monotonic() - begun)
         through = measure_in_turns(path, arguments, left)
     results = Results(path)
-    files = (compiled(options.out, what) for what in ("cells", "checks"))
+    latest, looked = results.data["runs"][-1], compiled(options.out, "cache")
+    if latest["correctness"] != NOT_CHECKED and latest["machine"].get("arch") == 90:
+        child("cached", [str(looked)], COMPILE_SECONDS, None)
+    if looked.is_file():
+        latest["binaries"] = "failed" if json.loads(looked.read_text()) else correctness.PASSED
+    files = (compiled(options.out, what) for what in KERNELS)
     wrong = [error for file in files if file.is_file() for error in json.loads(file.read_text())]
     results.data["kernels"] = list(dict.fromkeys(wrong))
     results.save()

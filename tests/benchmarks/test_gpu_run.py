@@ -57,14 +57,14 @@ class Card:
 
     Attributes:
         behind: kernels that are compiled in the background; done once 16 cells are measured.
-        wrong: what does not compile, of cells and of checks.
+        wrong: what does not compile, of cells and of checks, and what of the cache is not right.
         cases: by name, and then by group.
     """
 
     def __init__(self, patch: pytest.MonkeyPatch, folder: Path) -> None:
         self.seen: list[str] = []
         self.behind: subprocess.Popen[bytes] | None = None
-        self.wrong: dict[str, list[str]] = {"cells": [], "checks": []}
+        self.wrong: dict[str, list[str]] = {"cells": [], "checks": [], "cache": []}
         self.cases: dict[str, dict[str, Callable[[], None]]] = {
             correctness.OURS: {"grow": passes, "decode": passes},
             "gluon_prefill": {"hopper": passes},
@@ -90,6 +90,10 @@ class Card:
         if module == "precompile":
             self.seen.append("compile cells")
             Path(arguments[2]).write_text(json.dumps(self.wrong["cells"]))
+            return 0
+        if module == "cached":
+            self.seen.append("look at binaries")
+            Path(arguments[0]).write_text(json.dumps(self.wrong["cache"]))
             return 0
         try:
             return run.main(arguments)
@@ -143,7 +147,7 @@ def test_what_a_minute_buys_most_with_comes_first(card: Card, capsys) -> None:
     ]
     few = 16 - len(first)
     wanted = ["compile cells", "begin to compile checks", *first, *others[:few]]
-    assert card.seen == [*wanted, *checks, *others[few:]]
+    assert card.seen == [*wanted, *checks, *others[few:], "look at binaries"]
     kinds = "decode pages prefill chunk mixed verify ragged delta-rule append copy shared capacity"
     assert {each.partition("/")[0] for each in first} == set(kinds.split())
     assert "decode/M/b64/8k/p64" in first  # latents
@@ -157,6 +161,7 @@ def test_a_failure_stops_nothing_else(card: Card, capsys) -> None:
     card.cases[correctness.OURS]["grow"] = fails
     card.cases["gluon_latents"]["hopper"] = fails
     card.wrong["cells"] = ["_decode is wrong"]
+    card.wrong["cache"] = ["_prefill waits for nothing"]
     assert run.main([*FLAGS, str(card.folder)]) == 1
     data, printed = run.Results(card.folder / "cells.json").data, capsys.readouterr().out
     assert data["checks"] == {
@@ -168,6 +173,7 @@ def test_a_failure_stops_nothing_else(card: Card, capsys) -> None:
         "gluon_latents": {"hopper, one": "AssertionError: planted"},
     }
     assert data["runs"][0]["correctness"] == "failed: 1 of 2 cases"
+    assert data["runs"][0]["binaries"] == "failed"
     passed = dict.fromkeys(proved.NAMES[:-1], "passed")
     assert data["tried"] == passed | {"gluon_latents": "failed: 1 of 1 cases"}
     assert list(data["cells"]) == [each for each in card.seen if "/" in each]
@@ -177,8 +183,9 @@ def test_a_failure_stops_nothing_else(card: Card, capsys) -> None:
     assert "ours-gluon-latents" not in last  # left out once its own cases had failed
     assert "gluon_prefill: right, and 0.900 times" in printed
     assert "90" in json.loads(proved.FILE.read_text())["gluon_prefill"]
-    told = "kernel: _decode is wrong\nours: grow, one: AssertionError: planted\n"
-    assert f"{told}gluon_latents: hopper, one: AssertionError: planted\n3 failures" in printed
+    told = "kernel: _decode is wrong\nkernel: _prefill waits for nothing\n"
+    told += "ours: grow, one: AssertionError: planted\n"
+    assert f"{told}gluon_latents: hopper, one: AssertionError: planted\n4 failures" in printed
 
 
 @pytest.mark.slow
@@ -206,9 +213,11 @@ def test_a_file_that_was_carried_goes_on_elsewhere(card: Card, tmp_path: Path) -
     card.cases[correctness.OURS]["grow"] = passes
     resume = ["--resume", str(carried), "-k", "pages/A/b32/8k/p"]
     assert run.main([*FLAGS, str(card.folder), *resume]) == 0
-    assert card.seen == ["compile cells", "begin to compile checks", "ours: grow"]
+    looked = "look at binaries"
+    assert card.seen == ["compile cells", "begin to compile checks", "ours: grow", looked]
     data = run.Results(card.folder / "cells.json").data
     assert [each["correctness"] for each in data["runs"]] == ["failed: 1 of 2 cases", "passed"]
+    assert [each["binaries"] for each in data["runs"]] == ["passed", "passed"]
     with pytest.raises(SystemExit):
         run.main([*FLAGS, str(card.folder), "--resume", str(tmp_path / "not there.json")])
 
@@ -233,7 +242,9 @@ def test_time_that_is_over_ends_checks_and_cells(card: Card, monkeypatch, capsys
     seconds = ["--limit-seconds", "0"]
     assert run.main([*FLAGS, str(card.folder), *seconds]) == 0
     assert card.seen == ["compile cells", "begin to compile checks"]
-    assert "not all is done" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "not all is done" in printed
+    assert "binaries not checked" in printed
 
 
 def test_a_process_that_is_quiet_is_ended(tmp_path: Path, monkeypatch) -> None:

@@ -25,7 +25,8 @@ def data() -> dict[str, Any]:
     """Returns a file as `benchmarks.gpu.run` saves it."""
     ceilings = {"read_gbs": 4000.0, "matmul_tflops": 667.0}
     machine = {"device": "a card", "date": "2026-11-21", "commit": "abc"}
-    run = {"machine": machine, "correctness": "passed", "ceilings": ceilings}
+    state = {"correctness": "passed", "binaries": "passed"}
+    run = {"machine": machine, **state, "ceilings": ceilings}
     cells = [cell(CASE, 0, ours=1000.0, sdpa=2000.0), cell("prefill/B1-S8192", 10**12, ours=2000.0)]
     return {"runs": [run], "cells": {each["id"]: each for each in cells}}
 
@@ -34,7 +35,7 @@ def test_ways_of_a_case_are_set_against_ours(data: dict[str, Any]) -> None:
     text = report.render(data)
     lines = [" ".join(line.split()) for line in text.splitlines()]
     about = "device a card, date 2026-11-21, commit abc"
-    assert lines[0].startswith(f"- {about}; correctness passed; ")
+    assert lines[0].startswith(f"- {about}; correctness passed; binaries passed; ")
     head, _, *rows = lines[lines.index("### decode") + 2 : lines.index("### prefill") - 1]
     assert head == "| case | way | median | GB/s | share | time / ours | eager (us) |"
     assert rows == [
