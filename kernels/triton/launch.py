@@ -87,6 +87,12 @@ class Half(NamedTuple):
     dim: int
     rest: int = 0
 
+    @classmethod
+    def of(cls, format: Format, data: Tensor, dim: int, rest: int = 0) -> Half:
+        """Reads the strides off pages, of a layer or of all."""
+        stride_n, stride_g, stride_p, _ = data.stride()[-4:]
+        return cls(format, stride_n, stride_g, stride_p, dim, rest)
+
     @property
     def parts(self) -> int:
         """Into how many parts of the head dim an unpacked tile falls; `rest` is one more."""
@@ -367,7 +373,9 @@ def in_units(name: str, tensor: Tensor) -> tuple[int, int]:
     """The strides of the first two axes in units of 16 elements.
 
     So counted, a kernel knows that a stride is a multiple of 16 without being compiled for its
-    value, and its loads stay 128 bits wide.
+    value, and its loads stay 128 bits wide. Each is an argument of its own: of a tuple's integers
+    Triton (3.6.0 and 3.7.1) makes a constant of a 1 and another kernel for a multiple of 16, even
+    where `do_not_specialize` names the tuple.
 
     Raises:
         ValueError: a stride is not such a multiple, the last axis is not contiguous, or what lies

@@ -18,13 +18,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from pagedkv.kernels.formats import DENSE, Format, Pages
+from pagedkv.kernels.formats import DENSE, Pages
 
 from .codes import encode_channels, encode_tokens, excess, step_and_least, unpack
 from .launch import (
     Half,
     Launcher,
-    Layout,
     Target,
     check_aligned,
     in_units,
@@ -344,12 +343,8 @@ def _check_ids(**tensors: Tensor) -> None:
 def _key(k: Pages, v: Pages, dim: int) -> tuple[int, int, Half, Half, Half | None]:
     """Returns the key of a kernel for pages of all layers, however many they are."""
     _, _, heads, size, _ = k.data.shape
-
-    def half(format: Format, data: Tensor) -> Half:
-        return Half(*Layout(format, *data.stride()[1:4]), dim)
-
-    staging = None if k.staging is None else half(DENSE, k.staging)
-    return heads, size, half(k.format, k.data), half(v.format, v.data), staging
+    staging = None if k.staging is None else Half.of(DENSE, k.staging, dim)
+    return heads, size, Half.of(k.format, k.data, dim), Half.of(v.format, v.data, dim), staging
 
 
 @functools.cache

@@ -16,15 +16,7 @@ from torch import Tensor
 from pagedkv.kernels.formats import Pages
 
 from .codes import encode_tokens
-from .launch import (
-    Half,
-    Launcher,
-    Layout,
-    Target,
-    check_aligned,
-    in_units,
-    target_of,
-)
+from .launch import Half, Launcher, Target, check_aligned, in_units, target_of
 from .tile import load_tile, store_tile
 
 BLOCK_ROWS = 16
@@ -142,8 +134,8 @@ def write_kv(
     strides = *in_units("k", k), *in_units("v", v)
     if not tokens:
         return
-    of_k = Half(*Layout.of(k_half.format, k_half.data), dim - rest, rest)
-    of_v = Half(*Layout.of(v_half.format, v_half.data), v.shape[2] - rest)
+    of_k = Half.of(k_half.format, k_half.data, dim - rest, rest)
+    of_v = Half.of(v_half.format, v_half.data, v.shape[2] - rest)
     dtypes, target = (k.dtype, slots.dtype), target_of(k.device)
     _launcher(kv_heads, page, of_k, of_v, dtypes, target)(
         (triton.cdiv(tokens * kv_heads, BLOCK_ROWS), 1, 1),
