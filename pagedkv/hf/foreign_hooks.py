@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
+from itertools import chain
 from typing import Any
 
 from torch import nn
+from torch.nn.modules import module as every_module
 from transformers import PreTrainedModel
 
 # Packages whose hooks know what they do, or do the same to every token.
@@ -16,11 +18,12 @@ KNOWN |= {"compressed_tensors"}
 
 def foreign_hook(model: PreTrainedModel) -> str | None:
     """The first module of a decoder that has such a hook, and the hook; None without one."""
-    for path, module in _on_packed_rows(model):
-        for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values()):
+    of_modules = ((path or type(model).__name__, own) for path, own in _on_packed_rows(model))
+    for path, module in chain([("every module", None)], of_modules):
+        for _, hook in _forward_hooks(module):
             if not _is_known(hook):
                 home, name = _origin(hook)
-                return f"{path or type(model).__name__} has the forward hook {home}.{name}"
+                return f"{path} has the forward hook {home}.{name}"
     return None
 
 
@@ -31,11 +34,19 @@ def hooks_of(model: nn.Module) -> frozenset[int]:
     """
     return frozenset(
         number
-        for module in model.modules()
-        for hooks in (module._forward_pre_hooks, module._forward_hooks)
-        for number, hook in hooks.copy().items()  # another thread may begin a forward
+        for module in chain([None], model.modules())
+        for number, hook in _forward_hooks(module)
         if not _is_known(hook)
     )
+
+
+def _forward_hooks(module: nn.Module | None) -> list[tuple[int, Any]]:
+    """The forward hooks of a module, or those that torch calls in every module, by number."""
+    if module is None:
+        before, behind = every_module._global_forward_pre_hooks, every_module._global_forward_hooks
+    else:
+        before, behind = module._forward_pre_hooks, module._forward_hooks
+    return [*before.copy().items(), *behind.copy().items()]  # another thread may begin a forward
 
 
 def _on_packed_rows(model: PreTrainedModel) -> Iterator[tuple[str, nn.Module]]:

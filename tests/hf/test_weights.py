@@ -10,6 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_a
 from pagedkv import BatchGenerator, PagedCache, plan_memory
 from pagedkv.errors import ModelChangedError, WrongModelError
 from pagedkv.hf.fingerprint import fingerprint_of
+from pagedkv.hf.foreign_hooks import foreign_hook
 from pagedkv.hf.samples import SAMPLES, bits
 from pagedkv.hf.snapshot import is_stale, snapshot
 from tests.batch.generating import alone, assert_nothing_held, generator, tokens_alone
@@ -151,6 +152,28 @@ def test_a_hook_that_comes_or_goes_is_noticed():
     assert_noticed(model, lambda: hooks.pop().remove())
     before = lambda module, args: (args[0] * 3,)  # noqa: E731
     assert_noticed(model, lambda: projection.register_forward_pre_hook(before))
+
+
+@pytest.mark.filterwarnings("ignore:model. every module has the forward hook")
+def test_a_hook_of_every_module_is_noticed_as_it_comes_and_goes():
+    """As torch's `register_module_forward_hook` puts it: into no module, and called in each."""
+    model, hooks = tiny(), []
+
+    def scale(module, args, out):
+        return out * 3 if isinstance(module, nn.Linear) else None
+
+    def before(module, args):
+        return (args[0] * 3,) if isinstance(module, nn.Linear) else None
+
+    every = nn.modules.module
+    try:
+        assert_noticed(model, lambda: hooks.append(every.register_module_forward_hook(scale)))
+        assert_noticed(model, lambda: hooks.pop().remove())
+        assert_noticed(model, lambda: hooks.append(every.register_module_forward_pre_hook(before)))
+        assert foreign_hook(model)  # so no store gets what it computes
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def test_a_fused_step_of_the_smallest_rate_is_noticed():
