@@ -160,7 +160,7 @@ class LeasedRows(ForwardCache):
                 "use_cache: expected True beside a PagedCache, got False; a checkpoint's "
                 "generation_config may say so, as a trainer leaves it: pass use_cache=True"
             )
-        if self.is_written and arguments.get("output_attentions"):  # no argument of attention there
+        if arguments.get("output_attentions"):  # which many models do not hand on to attention
             raise UnsupportedModelError("output_attentions: pages give no weights of attention")
         if self.seen and not self._begins_generate:
             self.offsets.require_placed(arguments, self.model.config)

@@ -53,6 +53,16 @@ def test_what_paged_attention_does_not_do_is_refused_and_the_cache_goes_on(case)
         cache.kv.check()
 
 
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+@torch.no_grad()
+def test_weights_of_attention_are_refused_whether_or_not_attention_hears_of_them(family):
+    model, batch = tiny(family), padded(prompts(9))
+    with PagedCache(model, page_size=4, max_tokens=256) as cache:
+        with pytest.raises(UnsupportedModelError, match=r"^output_attentions"):
+            generate(model, batch, cache, output_attentions=True)
+        assert_same_tokens(generate(model, batch, cache), generate(model, batch))
+
+
 @torch.no_grad()
 def test_hidden_states_are_not_refused():
     model = tiny()

@@ -93,7 +93,7 @@ def fail(model, cache, where: str) -> None:
     hook = broken[where].register_forward_pre_hook(die) if where in broken else None
     if where == "dense":
         model.set_attn_implementation("eager")
-    options = {"output_attentions": True} if where == "refused" else {}
+    options = {"unheard_of": True} if where == "refused" else {}
     failed = False
     try:
         with torch.set_grad_enabled(where == "grad mode"):
