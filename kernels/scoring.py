@@ -86,7 +86,9 @@ class Scoring(NamedTuple):
             _check_tree(tree, q)
             if self.is_biased:
                 raise ValueError("tree: expected None with a bias by distance")
-        return Scoring(scale, window, softcap, sinks, slopes, bias, tree)
+        # Kernels read memory, where a lazy minus has not been taken.
+        terms = (None if x is None else x.resolve_neg() for x in (sinks, slopes, bias, tree))
+        return Scoring(scale, window, softcap, *terms)
 
     def check_served(self, q: Tensor) -> None:
         """Raises for terms that kernels cannot compute, or read; `launch.py` knows of alignment."""

@@ -22,7 +22,7 @@ from pagedkv.kernels.torch.backend import copy_pages, decode_pages
 from . import page_coding as coded
 from .library import library
 from .page_coding import encode_pages, write_pages
-from .pages import FORMATS, TYPES, CPages, in_c
+from .pages import FORMATS, TYPES, CPages, address_of, in_c, side_by_side
 
 __all__ = [
     "copy_pages",
@@ -122,7 +122,7 @@ def call_of(
 ) -> Call:
     """Describes a call to C, with all that it reads."""
     k, v = map(Pages.of, pages)
-    q = q if q.stride(2) == 1 else q.contiguous()
+    q = side_by_side(q)
     page_table = page_table if page_table.is_contiguous() else page_table.contiguous()
     sinks, slopes, bias = (None if x is None else x.float() for x in scoring[3:6])
     by_head = (None if x is None else x.contiguous() for x in (sinks, slopes))
@@ -132,7 +132,7 @@ def call_of(
     tensors = q, *results, *by_head, bias, scoring.tree, page_table, chosen
     call = Call(
         *(in_c(x, q.dtype) for x in (k, v)),
-        *(None if x is None else x.data_ptr() for x in tensors),
+        *map(address_of, tensors),
         *(num_new.ctypes.data, kv_lens.ctypes.data),
         *(q.stride(0), q.stride(1), page_table.shape[1], 0 if chosen is None else chosen.shape[2]),
         *(len(num_new), q.shape[1], k.data.shape[1], k.data.shape[2], scoring.window or 0),

@@ -80,6 +80,8 @@ class Bound:
         if not all(like.fits(x) for like, x in zip(self._like, new)):
             return None
         addresses = [x.data_ptr() for x in new]
+        if not all(addresses):
+            return None  # tensors without memory, which are refused
         if self._v_is_k and addresses[1] != addresses[2]:
             return None
         into = [x.data_ptr() for x in pages]

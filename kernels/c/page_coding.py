@@ -13,7 +13,7 @@ from torch import Tensor
 from pagedkv.kernels.formats import Pages
 
 from .library import library
-from .pages import CPages, in_c
+from .pages import CPages, address_of, in_c, side_by_side
 
 
 class Write(Structure):
@@ -55,7 +55,7 @@ def encode_pages(k_pages: Pages, v_pages: Pages, source: Tensor, target: Tensor)
 
 def of_step(x: Tensor, pages: Pages, source: Tensor | None, target: Tensor, whole: bool) -> Write:
     """Describes a write of new tokens `[T, G, D]`."""
-    x = x if x.stride(2) == 1 else x.contiguous()
+    x = side_by_side(x)
     token, head, _ = x.stride()
     return _write(x, pages, (token, token, head), source, target, whole)
 
@@ -79,7 +79,7 @@ def _write(
     target = target.contiguous()
     write = Write(
         in_c(pages, x.dtype),
-        *(x.data_ptr(), None if source is None else source.data_ptr(), target.data_ptr()),
+        *map(address_of, (x, source, target)),
         *(*steps, len(target), *pages.data.shape[1:3], whole, torch.get_num_threads()),
     )
     write.kept = x, source, target  # as long as C may read them

@@ -1,10 +1,11 @@
-"""K or V of one layer as the C files see it."""
+"""Tensors as the C files see them, and K or V of one layer."""
 
 from __future__ import annotations
 
 from ctypes import Structure, c_int32, c_int64, c_void_p
 
 import torch
+from torch import Tensor
 
 from pagedkv.kernels.formats import DENSE, FP8, INT4_CHANNEL, INT4_TOKEN, INT8, Pages
 
@@ -25,6 +26,24 @@ class CPages(Structure):
     ]
 
 
+def address_of(x: Tensor | None) -> int | None:
+    """Where the elements of a tensor lie; None for none.
+
+    Raises:
+        TypeError: they lie nowhere, as those of tensors that only trace a computation.
+    """
+    address = None if x is None else x.data_ptr()
+    if address == 0 and x is not None and x.numel():
+        raise TypeError(f"expected tensors with elements in memory, got a {type(x).__name__}")
+    return address
+
+
+def side_by_side(x: Tensor) -> Tensor:
+    """`[n, heads, D]` whose last axis is contiguous, and whose values are those in memory."""
+    x = x.resolve_neg()
+    return x if x.stride(2) == 1 else x.contiguous()
+
+
 def in_c(pages: Pages, dtype: torch.dtype) -> CPages:
     """Pages of a model of this dtype."""
     format, data, scales, staging = pages
@@ -32,7 +51,7 @@ def in_c(pages: Pages, dtype: torch.dtype) -> CPages:
     by_page = (0, 0) if scales is None or format.static else scales.stride()[:2]
     staged = (0, 0, 0) if staging is None else staging.stride()[:3]
     return CPages(
-        *(None if x is None else x.data_ptr() for x in (data, scales, staging)),
+        *map(address_of, (data, scales, staging)),
         *(page, head, slot, *by_page, *staged, data.shape[0], pages.head_dim),
         *(FORMATS[format], TYPES[dtype]),
     )

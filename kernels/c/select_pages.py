@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .library import library
-from .pages import TYPES
+from .pages import TYPES, address_of, side_by_side
 
 
 class _Bounds(Structure):
@@ -30,11 +30,11 @@ def score_columns(
     q: Tensor, bounds: Tensor, page_ids: Tensor, lens: Tensor, page_size: int
 ) -> Tensor:
     """Twin of `torch/select_pages.score_columns`; ids are int32, each row's side by side."""
-    q = q if q.stride(2) == 1 else q.contiguous()
+    q = side_by_side(q)
     (n, heads, dim), (count, groups, *_), columns = q.shape, bounds.shape, page_ids.shape[1]
     scores = torch.empty(n, groups, columns, dtype=torch.float32, device=q.device)
     call = _Bounds(
-        *(x.data_ptr() for x in (q, bounds, page_ids, lens, scores)),
+        *map(address_of, (q, bounds, page_ids, lens, scores)),
         *(*q.stride()[:2], *bounds.stride()[:2], page_ids.stride(0)),
         *(n, heads, groups, dim, count, columns, page_size),
         *(TYPES[q.dtype], torch.get_num_threads()),

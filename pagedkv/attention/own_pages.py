@@ -257,12 +257,19 @@ def _paged(name: str, pages: Tensor, like: Tensor, plan: AttentionPlan) -> Tenso
             f"{name}: expected float32, float16 or bfloat16, as all tensors of the call, got "
             f"{pages.dtype} beside {like.dtype}"
         )
+    _require_plain(name, pages)
     if pages.stride(3) != 1:
         raise ValueError(f"{name}: expected a contiguous last axis, got strides {pages.stride()}")
     if pages.device != plan.device:
         raise ValueError(f"{name}: expected device {plan.device}, got {pages.device}")
     check_grad(name, pages)
     return pages.permute(0, heads, slots, 3)
+
+
+def _require_plain(name: str, tensor: Tensor) -> None:
+    """Raises for a lazy minus: memory has the negatives of the values, and kernels read memory."""
+    if tensor.is_neg():
+        raise ValueError(f"{name}: expected values as they are in memory, got a lazy minus")
 
 
 def _check_pair(k: Tensor, v: Tensor) -> None:
@@ -291,6 +298,7 @@ def _buffer(
             f"{name}: expected shape {list(shape)}, contiguous, got {list(buffer.shape)} with "
             f"strides {buffer.stride()}"
         )
+    _require_plain(name, buffer)
     if buffer.dtype != kind:
         raise TypeError(f"{name}: expected {kind}, got {buffer.dtype}")
     if buffer.device != plan.device:

@@ -185,8 +185,10 @@ class AttentionPlan:
     def _check_seen(self, count: int, window: int | None) -> bool:
         assert self.lens is not None
         behind = 0 if window is None else self.lens - self.num_new - window + 1
-        first = np.where(self.num_new > 0, np.maximum(behind, 0), self.lens)
-        return self._check_entries(count, first)
+        whole = (
+            self.page_table.shape[1] * self.page_size
+        )  # behind all that a row without queries has
+        return self._check_entries(count, np.where(self.num_new > 0, np.maximum(behind, 0), whole))
 
     def check_slots(self, count: int) -> None:
         """Raises, on a CPU, for a slot to write that is none of `count` pages."""

@@ -6,6 +6,7 @@ layer that is served by what another has left of its call (`kernels/c/bound.py`)
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from pagedkv import CacheConfig, LayerGroup, PagedKVCache, paged_attention
 from pagedkv.attention import on_c, on_torch
@@ -132,6 +133,39 @@ def test_terms_of_each_layer_are_its_own(name, monkeypatch):
 def test_a_layer_of_another_layout_is_not_served_by_addresses(monkeypatch):
     assert_same(monkeypatch, plainly, axes=lambda layer: (0, layer % 2))
     assert_same(monkeypatch, plainly, False, axes=lambda layer: (1, 2))
+
+
+def negated(x):
+    """The same values, of which memory has the negatives: what `x.conj().imag` gives."""
+    return torch._neg_view(-x)
+
+
+@pytest.mark.parametrize("fields", [{}, {"kv_format": "int8"}, {"read_tokens": 16}], ids=str)
+def test_values_of_which_memory_has_the_negatives_are_those_that_are_meant(fields):
+    config = CacheConfig(1, G, D, "float32", max_tokens=256, page_size=4, **fields)
+    cache = PagedKVCache(config, device="cpu", backend="c")
+    seqs = cache.add(), cache.add()
+    for new in (30, 1):
+        found, given = [], (torch.randn(new, n, D) for n in (H, G, G))
+        given, sinks = [*given], torch.randn(H)
+        for seq, as_given in zip(seqs, (lambda x: x, negated)):
+            with cache.step([seq], num_new=new) as step:
+                terms = {"sinks": as_given(sinks)}
+                found.append(paged_attention(*map(as_given, given), step, 0, **terms))
+        assert torch.equal(*found)
+
+
+def test_tensors_without_elements_in_memory_are_refused():
+    config = CacheConfig(2, G, D, "float32", max_tokens=64, page_size=4)
+    cache = PagedKVCache(config, device="cpu", backend="c")
+    step = cache.prepare([cache.add()], num_new=4)
+    q, (k, v) = torch.randn(4, H, D), torch.randn(2, 4, G, D)
+    nowhere = FakeTensorMode().from_tensor(q), torch._efficientzerotensor(q.shape)
+    for layer in range(2):  # the second is bound
+        for wrong in nowhere:
+            with pytest.raises(TypeError, match="elements in memory"):
+                paged_attention(wrong, k, v, step, layer)
+        paged_attention(q, k, v, step, layer)
 
 
 def test_bound_layers_refuse_what_others_do():

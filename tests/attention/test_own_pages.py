@@ -185,6 +185,27 @@ def test_a_plan_holds_for_what_it_was_given(backend):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+def test_a_row_without_queries_may_have_any_entries(backend):
+    step = SHAPE.step([(0, 20), (1, 7)], "cpu")
+    expected = attend(step, backend)
+    step.table[0] = 10**6
+    for mine, other in zip(attend(step, backend), expected):
+        assert torch.equal(mine, other)
+
+
+@pytest.mark.parametrize("backend", BACKENDS[:2])
+def test_values_of_which_memory_has_the_negatives_are_those_that_are_meant(backend):
+    step = SHAPE.step([(2, 20), (1, 7)], "cpu")
+    terms = {"sinks": torch.randn(6), "distance_bias": torch.randn(3, 6, 9)}
+    expected = attend(step, backend, **terms)
+    terms = {name: torch._neg_view(-term) for name, term in terms.items()}
+    for mine, other in zip(
+        attend(replace(step, q=torch._neg_view(-step.q)), backend, **terms), expected
+    ):
+        assert torch.equal(mine, other)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_rows_without_a_column_write_nowhere(backend):
     step = SHAPE.step([(1, 0)], "cpu")
     plan = plan_of(replace(step, table=step.table[:, :0]), backend)
@@ -357,6 +378,10 @@ WRONG = {
         r"^page_table: expected a page 0..1 in column 0 of row 0, whose length is 20, got \d"),
     "pages of no head": (
         lambda x: {"k_pages": x["k_pages"][:, :0]}, ValueError, r"^k_pages: .*\[6, 0, 16, 32\]"),
+    "pages of negatives": (
+        lambda x: {"v_pages": torch._neg_view(x["v_pages"])}, ValueError, "^v_pages: .*lazy minus"),
+    "a buffer of negatives": (
+        lambda x: {"out": torch._neg_view(x["q"])}, ValueError, "^out: .*lazy minus"),
     "another base": (lambda x: {"lse_base": 2}, ValueError, "^lse_base: .*got 2"),
     "a window of nothing": (lambda x: {"window_left": -2}, ValueError, "^window_left: .*got -2"),
     "a window both ways": (
