@@ -290,9 +290,9 @@ def _overflow(original, semantic, left, right, operation):
     if not isinstance(semantic.builder, InterpreterBuilder) or kind.int_bitwidth >= 64:
         return original(semantic, left, right, operation)
     name = operation.__name__
-    result = EXACT[name](*(x.handle.data.astype(np.int64) for x in (left, right)))
+    result = EXACT[name](left.handle.data, right.handle.data, dtype=np.int64)
     least, most = kind.get_int_min_value(), kind.get_int_max_value()
-    assert ((least <= result) & (result <= most)).all(), (
+    assert least <= result.min() <= result.max() <= most, (
         f"int{kind.int_bitwidth} overflow detected for operation {name}"
     )
     return None
@@ -320,7 +320,9 @@ def _repair_loops() -> None:
 _patched: set[int] = set()  # the globals of functions for which this launch patched the language
 _numpy_dtypes: dict[str, np.dtype] = {}
 _block_types: dict[tuple[Any, ...], dict[str, Any]] = {}  # their attributes, by their arguments
-_builtins: dict[Any, list[tuple[str, Any]]] = {}
+_builtins: dict[Any, list[tuple[str, Any, Any]]] = {}  # with what is called instead
+# Of two operands, by their types or numbers: a type, or the number as a tile that nobody writes.
+_operands: dict[tuple[Any, ...], tuple[Any, Any]] = {}
 
 
 def _patch_lang(original, function):
@@ -331,14 +333,59 @@ def _patch_lang(original, function):
     return original(function)
 
 
+def _called(member):
+    """A builtin without the two functions around it, which look for what is always the same."""
+    semantic = triton_interpreter.interpreter_semantic
+    function = getattr(member, "__wrapped__", member)  # a method of tiles has but one around it
+
+    def call(*args, **kwargs):
+        kwargs["_semantic"] = semantic
+        return function(*args, **kwargs)
+
+    return call
+
+
 def _patch_builtin(original, package, builder, *scope):
     known = _builtins.setdefault(package, [])
     if not known:
         members = inspect.getmembers(package)
-        known += [(name, member) for name, member in members if tl.core.is_builtin(member)]
-    for name, member in known:
+        builtins = ((name, member) for name, member in members if tl.core.is_builtin(member))
+        known += [(name, member, _called(member)) for name, member in builtins]
+    set_attr = scope[0].set_attr if scope else setattr  # a scope since Triton 3.6
+    for name, member, call in known:
         if getattr(package, name) is member:  # not patched yet by this launch
-            triton_interpreter._patch_attr(package, name, member, builder, *scope)
+            set_attr(package, name, call)
+
+
+def _known(operand):
+    if isinstance(operand, tl.tensor):
+        return operand.type.name
+    return type(operand), operand
+
+
+def _as(semantic, operand, wanted):
+    """An operand in the type that an operation computes in; NumPy itself stretches its data."""
+    if isinstance(wanted, tl.tensor):
+        return wanted
+    if operand.type.name == wanted.name:
+        return operand
+    return tl.tensor(semantic.cast(operand, wanted.scalar).handle, wanted)
+
+
+def _match(original, semantic, left, right, *rules, **named):
+    if named or not isinstance(semantic.builder, InterpreterBuilder):
+        return original(semantic, left, right, *rules, **named)
+    key = _known(left), _known(right), rules
+    if key not in _operands:
+        made = original(semantic, left, right, *rules)
+        pairs = list(zip((left, right), made, strict=True))
+        for operand, tile in pairs:
+            if not isinstance(operand, tl.tensor):
+                tile.handle.data.flags.writeable = False
+        _operands[key] = tuple(x.type if isinstance(y, tl.tensor) else x for y, x in pairs)
+        return made
+    wanted = _operands[key]
+    return _as(semantic, left, wanted[0]), _as(semantic, right, wanted[1])
 
 
 def _get_np_dtype(original, dtype):
@@ -372,3 +419,4 @@ def _hurry() -> None:
     _patch(triton_interpreter, "_get_np_dtype", _get_np_dtype)
     _patch(tl.block_type, "__init__", _make_block_type)
     _patch(tl.tensor, "__init__", _make_tensor)
+    _patch(TritonSemantic, "binary_op_type_checking_impl", _match)

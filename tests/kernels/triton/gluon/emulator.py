@@ -32,7 +32,6 @@ from torch import Tensor
 import pagedkv.kernels.triton
 
 FOLDER = Path(pagedkv.kernels.triton.__path__[0]) / "gluon"
-PATIENCE = 60.0  # seconds, after which nobody will arrive any more
 BREATH = 2e-4  # seconds, for others to do at once what they may do now
 SLOW = ""  # the group of warps, by its function, whose products take long
 
@@ -190,6 +189,8 @@ class Barrier:
     copies: list[Callable[[], int]] = field(default_factory=list)
 
     changed: ClassVar[threading.Condition] = threading.Condition()
+    groups: ClassVar[int] = 0  # that run
+    waiting: ClassVar[dict[int, tuple[Barrier, int]]] = {}  # for which phase, by thread
 
     def init(self, count: int) -> None:
         self.arrivals = self.missing = int(count)
@@ -217,9 +218,23 @@ class Barrier:
             self._end()
             return self.rounds % 2 != phase
 
+        me = threading.get_ident()
         with Barrier.changed:
-            if not Barrier.changed.wait_for(is_over, PATIENCE):
-                raise TimeoutError("nobody arrives")
+            try:
+                while not is_over():
+                    Barrier.waiting[me] = self, phase
+                    if Barrier.is_stuck():
+                        raise TimeoutError("nobody arrives")
+                    Barrier.changed.wait()
+            finally:
+                Barrier.waiting.pop(me, None)
+
+    @staticmethod
+    def is_stuck() -> bool:
+        """Every group waits, none for what is there."""
+        return len(Barrier.waiting) == Barrier.groups and not any(
+            one.copies or one.rounds % 2 != phase for one, phase in Barrier.waiting.values()
+        )
 
     def _end(self) -> None:
         if not self.missing and not self.bytes and not self.copies:
@@ -343,7 +358,11 @@ def specialize(parts: list[tuple[Any, tuple[Any, ...]]], *_: Any) -> None:
             function(*args)
         except BaseException as error:
             errors.append(error)
+        with Barrier.changed:  # others may wait for it in vain
+            Barrier.groups -= 1
+            Barrier.changed.notify_all()
 
+    Barrier.groups = len(parts)
     Shared.told.clear()  # the memory of earlier programs may have had these addresses
     threads = [threading.Thread(target=run, args=part) for part in parts]
     for thread in threads:
@@ -471,7 +490,7 @@ def emulated(name: str) -> ModuleType:
 
 @contextmanager
 def mutated(name: str, old: str, new: str, folder: Path, slow: str = "") -> Iterator[None]:
-    """A module has other text for who imports it inside, and what nobody does is found soon.
+    """A module has other text for who imports it inside, and others go on for long.
 
     Args:
         slow: see `SLOW`.
@@ -481,6 +500,6 @@ def mutated(name: str, old: str, new: str, folder: Path, slow: str = "") -> Iter
     text = file.read_text()
     assert text.count(old) == 1
     file.write_text(text.replace(old, new))
-    times = {"PATIENCE": 3.0, "BREATH": 0.03, "SLOW": slow}
+    times = {"BREATH": 0.03, "SLOW": slow}
     with mock.patch.multiple(sys.modules[__name__], FOLDER=folder, **times):
         yield
