@@ -52,6 +52,7 @@ class ForwardCache(Cache):
         transaction: the transaction of the forward that is under way; None where there is none.
         touched: whether a layer took part in the forward that is under way.
         forward_is_paged: `is_paged` at the first layer of this forward.
+        is_placed: whether the model knows the positions of its tokens, of which rows may differ.
         slopes: those of a bias of this forward, behind what tells it; see `written.py`.
         latest_mask: the mask that was made last for a forward with it.
         told_places: `[B, q, n]`, what an indexer chose last, of a model that makes a mask of it:
@@ -72,6 +73,7 @@ class ForwardCache(Cache):
     transaction: object | None
     touched: bool
     forward_is_paged: bool
+    is_placed: bool = True
     slopes: tuple[Any, Tensor] | None = None
     latest_mask: weakref.ref[Any] | None = None
     told_places: weakref.ref[Tensor] | None = None

@@ -11,11 +11,20 @@ from transformers import PreTrainedModel
 from pagedkv.config import CacheConfig, field_of
 from pagedkv.errors import ModelChangedError, UnsupportedModelError
 from pagedkv.models import facts_of, layer_kinds
-from pagedkv.models.refusals import BOTH_WAYS, of_attention, of_latents, of_sinks, of_states
+from pagedkv.models.refusals import (
+    BOTH_WAYS,
+    NO_CACHE,
+    of_attention,
+    of_latents,
+    of_sinks,
+    of_states,
+)
 from pagedkv.ranks import dimensions_of
 
 from .placement import devices_of, why_not_placed
+from .release import NAMES
 from .shards import on_this_rank
+from .signature import parameters_of
 
 # Ways to share out a model among processes by which none of them computes whole rows.
 SHARED_OUT = {
@@ -155,6 +164,9 @@ def why_never(model: PreTrainedModel) -> str | None:
         return reason
     written = facts_of(config.model_type).written
     decoder = [module for module in model.modules() if getattr(module, "config", None) is config]
+    taken = [parameters_of(part) for part in decoder if isinstance(part, PreTrainedModel)]
+    if taken and all(names.isdisjoint(NAMES) for names in taken):
+        return NO_CACHE
     if not written and not any(
         isinstance(part, PreTrainedModel) and part._can_set_attn_implementation()
         for part in decoder

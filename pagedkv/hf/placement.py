@@ -112,7 +112,7 @@ def _of_layers(model: PreTrainedModel, home: torch.device) -> dict[int, set[torc
     indices = {
         name: int(index)
         for name, module in model.named_modules()
-        if (index := getattr(module, "layer_idx", None)) is not None
+        if (index := getattr(module, "layer_idx", getattr(module, "layer_id", None))) is not None
         and getattr(module, "config", text) is text
     }
     around = {name[:i] for name in indices for i, sign in enumerate(name) if sign == "."}

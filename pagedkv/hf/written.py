@@ -14,13 +14,16 @@ import torch
 from torch import Tensor
 
 from pagedkv.errors import UnsupportedModelError
+from pagedkv.models.kinds import Sight
 
 from .forward_cache import changed_after_cache, waiting
 from .handles import MaskHandle, as_mask
+from .model import named_model
 from .staged import Staged
 from .strange import refuse_strange
 
 LEAST = -1e4  # what is added to hide a score is lower
+ALL = Sight()
 ROUNDED = 2.0**-7  # of a bias in bfloat16
 
 
@@ -137,6 +140,7 @@ class Scores(_Noted):
         scale: their factor.
         bias: what is added to them, and its factor; None for nothing.
         mask: under which they are seen; None until one is added.
+        narrowed: whether the layer has hidden those outside of its own window itself.
         are_weights: whether these are weights.
     """
 
@@ -144,6 +148,7 @@ class Scores(_Noted):
     scale = 1.0
     bias: tuple[Tensor, float] | None = None
     mask: MaskHandle | None = None
+    narrowed = False
     are_weights = False
 
     @classmethod
@@ -175,6 +180,8 @@ class Scores(_Noted):
         told = self.staged.layer.cache.length_behind(1) is not None
         if self.bias is not None or (told and other.shape[-1] != self.shape[-1]):
             raise self.strange(f"a bias of shape {[*other.shape]}")
+        if other.shape[-2] > 1 and not other.any():  # what a sum of products began with
+            return self
         return self._as(self.like, bias=(other, 1.0))
 
     def masked_fill(self, mask: Any, value: float) -> Scores:
@@ -182,6 +189,17 @@ class Scores(_Noted):
         if not isinstance(mask, MaskHandle) or value > LEAST:
             raise self.strange("masked_fill")
         return self + mask
+
+    def where(self, seen: Any, hidden: Any) -> Scores:
+        """Hides what is not seen by a mask of the layer's own, as long as the forward's."""
+        value = hidden.item() if isinstance(hidden, Tensor) and not hidden.ndim else hidden
+        usual = isinstance(value, float) and value <= LEAST and isinstance(seen, Tensor)
+        told = self.staged.layer.cache.length_behind(1) is not None
+        if self.are_weights or not usual or (told and seen.shape[-2:] != self.shape[-2:]):
+            raise self.strange("where")
+        if not _is_sight(seen, self.staged.layer.sight):
+            raise self.strange("a mask that is not of its window")
+        return self._as(self.like, narrowed=True)
 
     def at_least(self, floor: Any) -> Scores:
         """Returns itself: what hides a score may be no lower than this, and hides it as well."""
@@ -203,13 +221,21 @@ class Scores(_Noted):
             raise self.strange("matmul")
         waiting.last = None
         mask = as_mask(self.mask, layer.cache)
-        mask.require_sight(layer.index, layer.sight)
+        if not (self.narrowed and ALL in mask.sights):
+            mask.require_sight(layer.index, layer.sight)
+        if self.bias is None and not layer.cache.is_placed:
+            raise UnsupportedModelError(
+                f"{named_model(layer.cache.model)} cannot run packed rows: its forward takes no "
+                "position_ids, positions come from the length of the cache. `PagedCache` with "
+                "`generate` works."
+            )
         terms: dict[str, Any] = {"scale": self.scale}
         if self.bias is not None:
             terms["alibi_slopes"] = self._slopes(mask)
         elif mask.bias is not None:
             raise self.strange("a bias within the mask")
-        out = staged.attend(self.query, mask.padding, **terms).transpose(1, 2)
+        query = self.query.to(staged.k.dtype)  # some cast it for the product
+        out = staged.attend(query, mask.padding, **terms).transpose(1, 2)
         return out.reshape(*self.shape[:-1], out.shape[-1])
 
     def _slopes(self, mask: MaskHandle) -> Tensor:
@@ -226,6 +252,19 @@ class Scores(_Noted):
                 raise self.strange("a bias that is no slope by distance")
             cache.slopes = at, found
         return cache.slopes[1] * factor
+
+
+def _is_sight(seen: Tensor, sight: Sight) -> bool:
+    """Whether a mask `[..., q, tokens]` of the last q of some tokens shows what a layer sees."""
+    queries, tokens = seen.shape[-2:]
+    if sight.chunked or seen.dtype != torch.bool or seen.numel() != queries * tokens:
+        return False
+    place = torch.arange(tokens, device=seen.device)
+    last = place[tokens - queries :, None]
+    plain = place <= last
+    if sight.window is not None:
+        plain &= place > last - sight.window
+    return torch.equal(seen.reshape(plain.shape), plain)
 
 
 def slopes_of(bias: Tensor, heads: int, padding: Tensor | None) -> Tensor | None:
@@ -277,6 +316,12 @@ def _added_product(
     return scores + (bias if beta == 1 else bias * beta)
 
 
+def _where(seen: Any, scores: Any, hidden: Any) -> Any:
+    if not isinstance(scores, Scores):
+        raise hidden.strange("where")
+    return scores.where(seen, hidden)
+
+
 def _max(scores: Any, floor: Any) -> Any:
     return scores.at_least(floor)
 
@@ -287,6 +332,7 @@ _FUNCTIONS: dict[str, Any] = {
     "bmm": _product,
     "baddbmm": _added_product,
     "max": _max,
+    "where": _where,
     "softmax": _softmax,
     "dropout": _dropout,
 }

@@ -49,8 +49,7 @@ class Facts:
             the tokens that a query reads: one by one; in blocks, whose keys are averaged before
             they are rotated; in blocks that each KV head chooses for itself; or in pools, whose
             keys are averaged by a gate that is kept beside each.
-        written: its layers write attention out, calling no function for it. Where one has a bias by
-            distance (ALiBi), its text has no other positions.
+        written: its layers write attention out, calling no function for it.
         sinks: `s_aux` is one more score per head, without a value, in otherwise plain attention.
             Others that pass one select or compress their keys behind the cache, extend the mask, or
             are not causal. The torch backend computes such scores explicitly.
@@ -101,14 +100,14 @@ class Facts:
 
 _REFUSED = {
     "its attention does not go through transformers' attention interface": (
-        "big_bird blip cpmant gpt_neo gpt_neox_japanese megatron-bert openai-gpt "
-        "rembert roformer reformer trocr xlm xlnet"
+        "blip cpmant reformer xlm"
     ),
     "encoder-decoder models keep a second cache for cross-attention": (
         "bart bigbird_pegasus blenderbot blenderbot-small florence2 longt5 m2m_100 marian mbart "
         "mt5 mvp pegasus pegasus_x pix2struct plbart pp_formulanet prophetnet switch_transformers "
         "t5 t5gemma t5gemma2 udop umt5 vision-encoder-decoder whisper"
     ),
+    "its forward takes no cache": "openai-gpt xlnet",
     "its attention is not causal": "git kosmos-2 kosmos-2.5",
     "it changes K and V after the cache": "diffllama jetmoe",
     "it changes the attention mask layer by layer": "doge",
@@ -122,6 +121,7 @@ _ENCODERS = (
     "bert bert-generation camembert data2vec-text electra ernie roberta roberta-prelayernorm "
     "roc_bert xlm-roberta xlm-roberta-xl xmod"
 )
+_WRITTEN_ENCODERS = "megatron-bert rembert roformer big_bird"
 _GEMMA4 = Facts(
     head_dim=256, full_head_dim=512, window=512, every=6, layers="last of each, the last"
 )
@@ -137,6 +137,7 @@ _SHARED_BLOCK = Facts(states="mamba2", shares_block=True)
 FACTS: dict[str, Facts] = {
     **{kind: Facts(refused=why) for why, kinds in _REFUSED.items() for kind in kinds.split()},
     **{kind: Facts(encoder=True) for kind in _ENCODERS.split()},
+    **{kind: Facts(encoder=True, written=True) for kind in _WRITTEN_ENCODERS.split()},
     "aria_text": Facts(experts_with_layer=True),
     "axk1": _LATENT,
     "axk2": _CHOSEN,
@@ -169,7 +170,9 @@ FACTS: dict[str, Facts] = {
     "glm5_next_text": Facts(
         states="kimi delta", latent=True, indexer="pools", layers="every nth", chooses_every=1
     ),
+    "gpt_neo": Facts(written=True, every=2, layers="first of each"),
     "gpt_oss": Facts(sinks=True, window=128, every=2, at_once=9),
+    "gpt_neox_japanese": Facts(written=True),
     "granite_swa": replace(_FIRST_OF_FOUR, sinks=True),
     "granitemoe_swa": replace(_FIRST_OF_FOUR, sinks=True),
     "granitemoehybrid": Facts(states="mamba2", layers="none"),
@@ -212,6 +215,7 @@ FACTS: dict[str, Facts] = {
     "qwen4_exp_text": replace(_DELTA, indexer="blocks"),
     "sarvam_mla": _LATENT,
     "step3p5": Facts(layers="no window"),
+    "trocr": Facts(written=True),
     "vaultgemma": Facts(every=2),
     "xglm": Facts(written=True),
     "youtu": _LATENT,

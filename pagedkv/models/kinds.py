@@ -8,6 +8,7 @@ from typing import Any, Literal, NamedTuple
 from pagedkv.errors import UnsupportedModelError
 
 from .facts import facts_of
+from .layer_names import NEWER
 from .seen import seen_of
 
 Keeps = Literal["attention", "state", "both", "none"]
@@ -133,14 +134,16 @@ def window_of(text: Any, name: str) -> int | None:
     if name == CHUNKED:
         chunk: int | None = field_of(text, "attention_chunk_size")
         return chunk
-    return field_of(text, "sliding_window") if name in WINDOWED else None
+    names = ("sliding_window", "window_size") if name in WINDOWED else ()
+    return next((x for x in (field_of(text, n) for n in names) if x is not None), None)
 
 
 def _names(text: Any) -> list[str]:
     """The name of each layer's kind."""
-    names = field_of(text, "layer_types")
-    if names is not None:
+    if (names := field_of(text, "layer_types")) is not None:
         return list(names)
+    if (names := field_of(text, "attention_layers")) is not None:
+        return [NEWER.get(name, name) for name in names]
     window = field_of(text, "sliding_window")
     chunked = field_of(text, "attention_chunk_size") is not None
     kind = "sliding" if window else "chunked" if chunked else "full"

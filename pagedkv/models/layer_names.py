@@ -11,7 +11,10 @@ from typing import Any
 
 from .facts import facts_of
 
-NEWER = {"attention": "full_attention", "mamba": "linear_attention"}
+NEWER = {
+    "attention": "full_attention", "mamba": "linear_attention", "global": "full_attention",
+    "local": "sliding_attention",
+}  # fmt: skip
 LETTERS = {"M": "linear_attention", "E": "moe", "*": "full_attention", "-": "mlp"}
 
 
@@ -21,7 +24,7 @@ def layer_names(found: Mapping[str, Any]) -> list[str] | None:
     Args:
         found: a decoder's configuration.
     """
-    listed = found.get("layer_types") or found.get("layers_block_type")
+    listed = found.get("layer_types") or found.get("layers_block_type") or reaches(found)
     count = found.get("num_hidden_layers")
     if listed is not None:
         more = found.get("num_nextn_predict_layers") or 0  # some files list those behind the others
@@ -75,6 +78,12 @@ def layer_names(found: Mapping[str, Any]) -> list[str] | None:
     return [attends if i in chosen else other for i in layers]
 
 
+def reaches(found: Mapping[str, Any]) -> list[str] | None:
+    """How far each layer of gpt_neo sees, where it is listed, or told by patterns and counts."""
+    listed, patterns = found.get("attention_layers"), found.get("attention_types") or []
+    return listed or [name for names, count in patterns for name in [*names] * count] or None
+
+
 def chooses(found: Mapping[str, Any]) -> bool:
     """Whether layers that see all tokens choose among them, where others have windows."""
     slides = facts_of(found.get("model_type")).layers == "second of four"
@@ -92,6 +101,8 @@ def add_windows(found: dict[str, Any]) -> None:
         found["sliding_window"] = window = before + 1
     if window is None and (around := found.get("local_attention")):  # of modernbert-decoder
         found["sliding_window"] = window = around // 2
+    if window is None and "sliding_attention" in (found.get("layer_types") or ()):
+        found["sliding_window"] = window = found.get("window_size")  # of gpt_neo
     if found.get("layer_types") is not None:
         return
     count = found["num_hidden_layers"]

@@ -12,6 +12,7 @@ from .seen import seen_of
 
 ENCODER_DECODER = "encoder-decoder models keep a second cache for cross-attention"
 CROSS = "its cross-attention layers keep states of images, not of tokens"
+NO_CACHE = "its forward takes no cache"
 BOTH_WAYS = "its attention is not causal"
 OTHER_STATES = "it keeps a recurrent state beside K and V"
 
@@ -27,7 +28,8 @@ def of_attention(text: Any, whole: Any) -> str | None:
         return ENCODER_DECODER
     if field_of(text, "cross_attention_layers"):
         return CROSS
-    return BOTH_WAYS if field_of(text, "is_causal") is False else None
+    encodes = facts_of(field_of(text, "model_type")).encoder and not field_of(text, "is_decoder")
+    return BOTH_WAYS if encodes or field_of(text, "is_causal") is False else None
 
 
 # What only a list knows, or a look at the model.
@@ -87,8 +89,7 @@ def _is_bidirectional(found: Mapping[str, Any], outer: str) -> bool:
     both_ways = found.get("use_bidirectional_attention")
     if both_ways is None:
         both_ways = facts_of(outer).both_ways
-    encoder = facts_of(found.get("model_type")).encoder and not found.get("is_decoder")
-    return encoder or both_ways in (True, "all")
+    return both_ways in (True, "all")
 
 
 def _differs_in_width(found: Mapping[str, Any]) -> bool:

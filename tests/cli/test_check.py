@@ -57,7 +57,7 @@ def test_other_answers_are_told_by_the_exit_code(pagedkv, model, monkeypatch, wa
 
 
 def test_a_model_that_cannot_use_pages_is_refused_with_the_reason(pagedkv, tmp_path):
-    unsupported("GPTNeoForCausalLM").save_pretrained(tmp_path)
+    unsupported("CpmAntForCausalLM").save_pretrained(tmp_path)
     done = pagedkv("check", tmp_path)
     assert done.exit_code == 2
     assert "does not go through transformers' attention interface" in done.stderr

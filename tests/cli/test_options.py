@@ -190,9 +190,9 @@ def test_models_that_cannot_be_used_are_refused_with_the_reason(pagedkv, checkpo
     assert refused.exit_code == 2
     assert "model.safetensors: the header claims" in refused.stderr
 
-    refused = pagedkv("generate", checkpoints("neo", model=unsupported("GPTNeoForCausalLM")), "abc")
+    refused = pagedkv("generate", checkpoints("ant", model=unsupported("CpmAntForCausalLM")), "abc")
     assert refused.exit_code == 2
-    assert "GPTNeoForCausalLM (gpt_neo) cannot use paged attention: its attention" in refused.stderr
+    assert "CpmAntForCausalLM (cpmant) cannot use paged attention: its attention" in refused.stderr
 
 
 def test_rows_that_fail_do_not_stop_the_others(generate, tmp_path, rows):

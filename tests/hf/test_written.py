@@ -27,11 +27,17 @@ KINDS = {
     "falcon, one KV head": ("Falcon", {**FALCON, "alibi": False}),
     "falcon, all heads": (
         "Falcon", {**FALCON, "new_decoder_architecture": True, "num_kv_heads": 2}),
+    "gpt_neo": (
+        "GPTNeo", {**WIDE, "hidden_size": 48, "num_layers": 3, "num_heads": 6, "window_size": 5}
+        | {"attention_types": [[["local", "global"], 1], [["local"], 1]]}
+        | {"max_position_embeddings": 64}),
+    "gpt_neox_japanese": ("GPTNeoXJapanese", {**WIDE, "hidden_size": 48, "num_hidden_layers": 2}
+        | {"num_attention_heads": 6, "intermediate_multiple_size": 2}),
     "xglm": ("XGLM", {**WIDE, "d_model": 48, "ffn_dim": 48, "num_layers": 2, "attention_heads": 6}
              | {"init_std": 0.3, "max_position_embeddings": 64}),
 }  # fmt: skip
 pytestmark = pytest.mark.usefixtures("without_gradients")
-kinds = pytest.mark.parametrize("kind", few(KINDS, "bloom", "falcon, ALiBi"))
+kinds = pytest.mark.parametrize("kind", few(KINDS, "bloom", "falcon, ALiBi", "gpt_neo"))
 
 
 @pytest.fixture
@@ -90,7 +96,7 @@ def test_padding_on_either_side_moves_no_distance(kind, side):
     alone = [model(row[None], use_cache=False).logits[0] for row in rows]
     with PagedCache(model, **SIZES) as cache:
         batch = padded(rows, side)
-        if kind == "xglm":  # which counts columns where it is not told
+        if kind in ("xglm", "gpt_neo"):  # which counts columns where it is not told
             batch["position_ids"] = (batch["attention_mask"].cumsum(1) - 1).clamp(min=0)
         logits = model(**batch, **named(cache), use_cache=True).logits
     for own, found, mask in zip(alone, logits, batch["attention_mask"].bool()):
@@ -135,17 +141,26 @@ def attend(change):
             "keys": lambda k: k.transpose(-1, -2),
             "scores": lambda scores: scores * self.inv_norm_factor,
             "bias": lambda scores: scores + alibi.view(1, self.num_heads, 1, -1),
+            "own": lambda scores: scores,
             "mask": lambda scores: scores + attention_mask,
             "weights": lambda scores: functional.softmax(scores, dim=-1),
             "values": lambda v: v,
         } | change
         scores = steps["bias"](steps["scores"](q @ steps["keys"](k)))
-        out = steps["weights"](steps["mask"](scores)) @ steps["values"](v)
+        out = steps["weights"](steps["mask"](steps["own"](scores))) @ steps["values"](v)
         return self.dense(out.transpose(1, 2).flatten(2)) + residual, None
 
     return forward
 
 
+CAUSAL = torch.ones(9, 9, dtype=torch.bool).tril()
+
+
+def hidden(scores, seen, value=-math.inf):
+    return torch.where(seen, scores, torch.tensor(value))
+
+
+RIGHT = "nothing", "its own mask is causal"
 STRANGE = {
     "nothing": {},
     "keys are changed": {"keys": lambda k: (k + 1).transpose(-1, -2)},
@@ -155,8 +170,15 @@ STRANGE = {
     "scores are multiplied by head": {"scores": lambda scores: scores * torch.ones(6, 1, 1)},
     "a bias of any numbers": {"bias": lambda scores: scores + torch.randn(1, 6, 1, 9)},
     "a bias by square": {"bias": lambda s: s + torch.arange(9.0).square().view(1, 1, 1, 9)},
-    "a bias by query": {"bias": lambda scores: scores + torch.zeros(1, 6, 9, 9)},
+    "a bias by query": {"bias": lambda scores: scores + torch.eye(9).expand(1, 6, 9, 9)},
     "two biases": {"bias": lambda s: s + torch.zeros(1, 6, 1, 9) + torch.zeros(1, 6, 1, 9)},
+    "its own mask is causal": {"own": lambda s: hidden(s, CAUSAL)},
+    "its own mask is a window": {"own": lambda s: hidden(s, CAUSAL.triu(-4))},
+    "its own mask sees ahead": {"own": lambda s: hidden(s, CAUSAL.roll(1, 1))},
+    "its own mask is shorter": {"own": lambda s: hidden(s, CAUSAL[1:])},
+    "its own mask is added": {"own": lambda s: hidden(s, CAUSAL.float())},
+    "its own mask hides little": {"own": lambda s: hidden(s, CAUSAL, -9.0)},
+    "its own mask hides what is seen": {"own": lambda s: torch.where(CAUSAL, -math.inf, s)},
     "no mask": {"mask": lambda scores: scores},
     "another mask": {"mask": lambda s: s.masked_fill(torch.zeros(9, 9).bool(), -math.inf)},
     "no softmax": {"weights": lambda scores: scores},
@@ -174,7 +196,7 @@ def test_attention_of_another_kind_is_refused(how, monkeypatch):
     module = type(model.transformer.h[0].self_attention)
     monkeypatch.setattr(module, "forward", attend(STRANGE[how]))
     with PagedCache(model, **SIZES) as cache:
-        if how == "nothing":
+        if how in RIGHT:
             assert_close(model(row[None], **named(cache)).logits, own)
             return
         with pytest.raises(UnsupportedModelError):

@@ -17,7 +17,8 @@ SERVED = {
     "granitemoehybrid": ATTENTION_ALONE, "gemma4_text": GEMMA4, "bert": {"is_decoder": True},
     "roberta": {"is_decoder": True}, "qwen3_5_text": {}, "nemotron_h": {}, "falcon_h1": {},
     "gemma3n_text": {}, "gemma4": {"text_config": GEMMA4}, "gemma4_unified": {},
-    "bloom": {}, "mpt": {}, "falcon": {},
+    "bloom": {}, "mpt": {}, "falcon": {}, "rembert": {"is_decoder": True},
+    "megatron-bert": {"is_decoder": True}, "big_bird": {"is_decoder": True},
     "mimo_v2_flash": {}, "deepseek_v3": {}, "kimi_k25": {}, "longcat_flash": {}, "kimi_linear": {},
 }  # fmt: skip
 REFUSED = {
@@ -25,7 +26,7 @@ REFUSED = {
     "moshi": "layer 0 attends under a mask of all tokens, .* a window of 8|asked for no mask",
     "jetmoe": "after the cache", "diffllama": "after the cache", "doge": "after the cache",
     "git": "after the cache", "bert": "causal", "kosmos-2.5": "causal", "minimax": "states",
-    "xlstm": "num_attention_heads",
+    "rembert": "causal", "xlstm": "num_attention_heads",
 }  # fmt: skip
 
 
@@ -33,6 +34,7 @@ REFUSED = {
 ALIKE = {
     "gemma4_text", "gemma4_unified", "janus", "kimi_k25", "nemotron_h", "falcon_h1", "gemma3n_text",
     "mimo_v2_flash", "longcat_flash", "deepseek_v3", "bloom", "mpt", "falcon",
+    "rembert", "big_bird",
 }  # fmt: skip
 
 

@@ -1,5 +1,7 @@
 """Models that pages do not serve, each with the reason it is refused for."""
 
+import re
+
 import transformers
 from transformers import PreTrainedModel
 
@@ -21,10 +23,14 @@ UNSUPPORTED = {
         | {"encoder_attention_heads": 4, "decoder_attention_heads": 4},
         "encoder-decoder",
     ),
-    "GPTNeoForCausalLM": (
-        {"vocab_size": 101, "hidden_size": 32, "num_layers": 2, "num_heads": 4}
-        | {"attention_types": [[["global"], 2]]},
+    "CpmAntForCausalLM": (
+        {**SMALL, "vocab_size": 101, "dim_head": 8, "dim_ff": 48, "prompt_types": 1}
+        | {"prompt_length": 2, "segment_types": 1},
         INTERFACE,
+    ),
+    "OpenAIGPTLMHeadModel": (
+        {"vocab_size": 99, "n_embd": 32, "n_layer": 2, "n_head": 4},
+        "takes no cache",
     ),
     "DeepseekV4ForCausalLM": (
         {**SMALL, **EXPERTS, "num_key_value_heads": 1, "head_dim": 16, "qk_rope_head_dim": 8}
@@ -55,6 +61,6 @@ UNSUPPORTED = {
 
 
 def unsupported(name: str) -> PreTrainedModel:
-    kind = name.removesuffix("ForCausalLM").removesuffix("ForConditionalGeneration")
+    kind = re.sub("(ForCausalLM|ForConditionalGeneration|LMHeadModel)$", "", name)
     config = getattr(transformers, kind + "Config")
     return getattr(transformers, name)(config(**UNSUPPORTED[name][0])).eval()

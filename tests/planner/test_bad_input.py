@@ -99,7 +99,8 @@ def test_a_configuration_without_what_counts_is_refused():
     [
         ({"model_type": "glm5_next", "kv_lora_rank": 512}, r"glm5_next .*latent attention"),
         ({"model_type": "t5", "is_encoder_decoder": True}, "t5 .*encoder-decoder"),
-        ({"model_type": "gpt_neo"}, "gpt_neo .*attention interface"),
+        ({"model_type": "cpmant"}, "cpmant .*attention interface"),
+        ({"model_type": "openai-gpt"}, "openai-gpt .*takes no cache"),
         ({"num_key_value_heads": [8, 4]}, "several values of num_key_value_heads"),
         ({"model_type": "whisper", "num_hidden_layers": None}, "whisper .*encoder-decoder"),
         (

@@ -104,8 +104,8 @@ def test_a_draft_with_recurrent_states_is_refused():
 
 
 def test_a_draft_that_cannot_be_paged_is_refused_under_its_name(model):
-    with pytest.raises(UnsupportedModelError, match=r"draft: GPTNeo.* cannot"):
-        generator(model, draft=unsupported("GPTNeoForCausalLM"))
+    with pytest.raises(UnsupportedModelError, match=r"draft: CpmAnt.* cannot"):
+        generator(model, draft=unsupported("CpmAntForCausalLM"))
     assert model.config._attn_implementation != "pagedkv"
 
 
