@@ -90,6 +90,17 @@ HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
         | {"ple_embed_dim": 32, "heads_per_ngram": 2, "ngram_vocab_size_base": 50}
         | {"make_ngram_vocab_size_divisible_by": 8},
     ),
+    # A bias for the last 5 tokens, or 8 of a window; heads of a window are others. Queries of the
+    # others are scaled from the twelfth token on.
+    "inkling_text": (
+        "InklingText",
+        {**_SHAPE, "head_dim": 8, "swa_num_attention_heads": 2, "swa_num_key_value_heads": 1}
+        | {"swa_head_dim": 16, "sliding_window_size": 8, "rel_extent": 5, "d_rel": 6}
+        | {"conv_kernel_size": 3, "n_routed_experts": 2, "num_experts_per_tok": 1}
+        | {"n_shared_experts": 1, "moe_intermediate_size": 16, "local_layer_ids": [0, 2, 3]}
+        | {"mlp_layer_types": ["dense", "sparse"] * 2, "log_scaling_n_floor": 12}
+        | {"logits_mup_width_multiplier": 1.0},
+    ),
     "jamba": (
         "Jamba",
         {**_SHAPE, "num_experts": 2, "mamba_d_state": 6, "mamba_dt_rank": 4}

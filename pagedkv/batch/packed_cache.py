@@ -81,9 +81,10 @@ class PackedCache(ForwardCache):
         positions = self.opened.at(index).positions
         return positions - torch.arange(len(positions), device=positions.device)
 
-    def get_query_offset(self, layer_idx: int = 0) -> int:
-        """Returns 0: no mask that is made for packed rows has a past."""
-        return self.seen
+    def get_query_offset(self, layer_idx: int = 0) -> Any:
+        """Returns 0 to masks, of which none has a past here; to layers what a length is to them."""
+        within = self.touched or self.mixers.entered
+        return self.get_seq_length(layer_idx) if within else self.seen
 
     def abort_step(self) -> None:
         """Forgets what a forward that died left staged; its step is the caller's to abort."""

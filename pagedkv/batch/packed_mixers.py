@@ -20,8 +20,9 @@ from transformers.cache_utils import LinearAttentionCacheLayerMixin
 from pagedkv.errors import UnsupportedModelError
 from pagedkv.hf.forward_cache import ForwardCache
 from pagedkv.hf.layer import PagedLayer
-from pagedkv.hf.mixers import GramView, StateView, embeds_grams, index_of
+from pagedkv.hf.mixers import GramView, StateView, embeds_grams, index_of, number_of
 from pagedkv.kernels.sending import sent
+from pagedkv.models.kinds import field_of
 from pagedkv.models.states import end_of
 from pagedkv.step.metadata import StepMetadata
 
@@ -163,8 +164,8 @@ def _joined(parts: Any, places: list[Tensor | None]) -> Tensor:
 class Mixers:
     """The mixers of a model in the steps of packed rows.
 
-    Where a module embeds n-grams in front of a layer's own mixer, the layer's states are of both,
-    and those of the module stand last.
+    A layer may have several, each with a state of its own: convolutions, or a module that embeds
+    n-grams in front of the layer's own mixer, whose states stand last.
 
     Args:
         text: the configuration of the model's decoder.
@@ -176,47 +177,62 @@ class Mixers:
     def __init__(self, text: Any) -> None:
         self.states: dict[int, int] = {}
         self._end = end_of(text)
-        self._entered: set[tuple[int, bool]] = set()
-        # By layer, what its own mixer finds, and what the module before it has left.
-        self._parts: dict[int, tuple[list[Tensor], list[Tensor]]] = {}
+        self._most = field_of(text, "number_of_conv_states") or 1
+        # By layer, what mixers that have not run will find, and what the others have left.
+        self._before: dict[int, dict[int, list[Tensor]]] = {}
+        self._after: dict[int, dict[int, list[Tensor]]] = {}
 
     def begin_step(self) -> None:
         """Forgets which mixers were entered."""
-        self._entered.clear()
-        self._parts.clear()
+        self._before.clear()
+        self._after.clear()
+
+    @property
+    def entered(self) -> bool:
+        """Whether a mixer was entered in this step."""
+        return bool(self._before)
 
     @property
     def missing(self) -> list[int]:
         """The layers whose states nothing computed in this step."""
-        return sorted(self.states.keys() - {index for index, grams in self._entered if not grams})
+        return sorted(i for i in self.states if self._before.get(i, True) or i in self._after)
 
     def enter(
         self, mixer: nn.Module, step: StepMetadata | None, args: Any, kwargs: dict[str, Any]
     ) -> Any:
         """Calls a mixer for each row group; the arguments that it is to run with for the last."""
-        index, grams = index_of(mixer), embeds_grams(mixer)
-        if step is None or index not in self.states or (index, grams) in self._entered:
+        index, number = index_of(mixer), number_of(mixer)
+        if step is not None and index in self.states and index not in self._before:
+            self._before[index] = self._parted(step.read_state(self.states[index]))
+        before = self._before.get(index, {})
+        if step is None or number not in before:
             raise UnsupportedModelError(
                 f"layer {index}: {type(mixer).__name__} computed a state that nothing asked for, "
                 "or one twice in a forward"
             )
-        self._entered.add((index, grams))
-        layer = self.states[index]
-        if grams:
-            *own, convolved, ids = step.read_state(layer)
-            left: list[Tensor] = []
-            self._parts[index] = own, left
-            of_grams = partial(GramView, index, end=self._end)
-            call = MixerCall(mixer, step, [convolved, ids], left.extend, of_grams, args, kwargs)
-            return call.begin()
-        if index not in self._parts:
-            self._parts[index] = step.read_state(layer), []
-        own, left = self._parts.pop(index)
+        found = before.pop(number)
 
-        def write(states: list[Tensor]) -> None:
-            step.write_state(layer, [*states, *left], donate=True)
+        def done(states: list[Tensor]) -> None:
+            self._after.setdefault(index, {})[number] = states
+            if not before:
+                after = self._after.pop(index)
+                left = [state for each in sorted(after) for state in after[each]]
+                step.write_state(self.states[index], left, donate=True)
 
-        return MixerCall(mixer, step, own, write, partial(StateView, index), args, kwargs).begin()
+        view: Callable[[list[Tensor] | None], StateView] = (
+            partial(GramView, index, end=self._end)
+            if embeds_grams(mixer)
+            else partial(StateView, index, number=number)
+        )
+        return MixerCall(mixer, step, found, done, view, args, kwargs).begin()
+
+    def _parted(self, states: list[Tensor]) -> dict[int, list[Tensor]]:
+        """The states of a layer by the number of the mixer whose they are."""
+        if len(states) < self._most or self._most == 1:
+            return {0: states}
+        if len(states) > self._most:
+            return {0: states[:-2], 1: states[-2:]}
+        return {number: [state] for number, state in enumerate(states)}
 
 
 class AbsentStates(LinearAttentionCacheLayerMixin):

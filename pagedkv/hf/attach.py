@@ -24,6 +24,7 @@ from pagedkv.models import facts_of
 from .adapters import without_adapters
 from .attention import attention_function
 from .before import Before
+from .distance_bias import watch_distances
 from .forward_cache import NAME
 from .masks import mask_function
 from .mixers import watch_mixers
@@ -140,7 +141,7 @@ def _count_in(given: PreTrainedModel, model: PreTrainedModel, transactions: bool
         _switch(model, NAME)
         hooks: weakref.WeakKeyDictionary[nn.Module, list[RemovableHandle]]
         hooks = weakref.WeakKeyDictionary()
-        others = [*watch_mixers(model), *placing(model)]
+        others = [*watch_mixers(model), *watch_distances(model), *placing(model)]
         state = _ATTACHED[model] = _Attachment(name, before, hooks, others)
         if (holder := holder_of(model)) is not None:
             others.append(DeltasPerThread(holder))

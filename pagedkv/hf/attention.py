@@ -71,6 +71,7 @@ def over_pages(
     s_aux: Tensor | None = None,
     indices: Tensor | None = None,
     block_indices: Tensor | None = None,
+    position_bias: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Attends to what a layer has staged and to the pages.
@@ -79,6 +80,7 @@ def over_pages(
         s_aux: `[H]`, attention sinks.
         indices, block_indices: a handle of the tokens that queries read, if the mask has none;
             None for all.
+        position_bias: `[B, H, q, n]` by distance, as `distance_bias.py` has it made.
 
     Returns:
         `[B, q, H, D]`, zeros for padding tokens; no weights.
@@ -100,4 +102,6 @@ def over_pages(
     chosen = layer.chosen(next(handles, None))
     if chosen is not None:
         terms["indices"] = chosen
+    if position_bias is not None:
+        terms["position_bias"] = position_bias
     return staged.attend(query, mask.padding, **terms), None

@@ -125,29 +125,34 @@ class View(Cache):
 
 
 class StateView(View):
-    """A cache for one call of one mixer: it has the states of that layer and nothing else.
+    """A cache for one call of one mixer: it has the states of that mixer and nothing else.
 
     Args:
         index: the layer's.
         states: `[B, *shape]` each, of the convolution first, then recurrent; the mixer writes into
             them. None for rows without tokens.
+        number: of the mixer's state among those of its layer.
     """
 
-    def __init__(self, index: int, states: list[Tensor] | None) -> None:
-        self._layer = layer = _OneCall()
+    def __init__(self, index: int, states: list[Tensor] | None, number: int = 0) -> None:
+        self._layer = layer = _OneCall(number_of_states=number + 1)
+        self._number = number
         super().__init__(layers=[None] * index + [layer])
+        for of_states in (layer.has_previous_state, layer.conv_states):
+            for other in range(number):  # who asks for the state of another mixer is told of none
+                del of_states[other]
         if states is None:
             return
         layer.device, layer.dtype = states[0].device, states[0].dtype
-        layer.has_previous_state[0] = layer.is_conv_states_initialized[0] = True
-        layer.conv_states[0], layer.conv_kernel_size[0] = states[0], states[0].shape[-1]
+        layer.has_previous_state[number] = layer.is_conv_states_initialized[number] = True
+        layer.conv_states[number], layer.conv_kernel_size[number] = states[0], states[0].shape[-1]
         if len(states) > 1:
-            layer.recurrent_states[0] = states[1]
-            layer.is_recurrent_states_initialized[0] = True
+            layer.recurrent_states[number] = states[1]
+            layer.is_recurrent_states_initialized[number] = True
 
     def states(self) -> list[Tensor]:
         """The states that the mixer left, in the same order."""
-        both = self._layer.conv_states[0], self._layer.recurrent_states[0]
+        both = self._layer.conv_states[self._number], self._layer.recurrent_states[self._number]
         return [state for state in both if state is not None]
 
 
@@ -180,3 +185,8 @@ class GramView(StateView):
 def embeds_grams(mixer: nn.Module) -> bool:
     """Whether a mixer embeds n-grams of ids, beside the layer's own mixer."""
     return hasattr(mixer, "ple_embedding")
+
+
+def number_of(mixer: Any) -> int:
+    """The number of a mixer's state among those of its layer; of n-grams that of the first."""
+    return 1 if embeds_grams(mixer) else int(getattr(mixer, "conv_idx", 0))

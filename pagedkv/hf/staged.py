@@ -14,6 +14,7 @@ from pagedkv.errors import UnsupportedModelError
 from pagedkv.models.kinds import Sight
 from pagedkv.step.metadata import StepMetadata
 
+from .distance_bias import packed_bias
 from .forward_cache import ForwardCache, changed_after_cache
 
 
@@ -54,6 +55,7 @@ class Staged:
         self.layer, self.k, self.v = layer, k, v
         self.step: StepMetadata | None = None  # in which the layer has attended
         self.attended = False
+        self.reach = 0  # distances that its module was asked a bias for
 
     def cast(self, query: Tensor) -> Tensor:
         """Casts K and V for pages made under this autocast, as it would for SDPA; the queries too.
@@ -117,6 +119,8 @@ class Staged:
     def over_pages(self, query: Tensor, step: StepMetadata, **terms: Any) -> Tensor:
         """Writes and attends, without padding: `[T, H, D]`."""
         q, k, v = (self.layer.cache.packed(x) for x in (query, self.k, self.v))
+        if (bias := terms.pop("position_bias", None)) is not None:
+            terms["distance_bias"] = packed_bias(self, bias)
         try:
             return paged_attention(q, k, v, step, self.layer.index, **terms)
         except ValueError as error:

@@ -10,7 +10,13 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 States = Literal[
-    "delta rule", "kimi delta", "mamba1", "mamba2", "short convolution", "convolved attention"
+    "delta rule",
+    "kimi delta",
+    "mamba1",
+    "mamba2",
+    "short convolution",
+    "four convolutions",
+    "convolved attention",
 ]
 Indexer = Literal["tokens", "blocks", "blocks by head", "pools"]
 Rule = Literal[
@@ -29,6 +35,7 @@ Rule = Literal[
     "from behind",
     "last of each, the first",
     "last of each, the last",
+    "local",
 ]
 
 
@@ -113,9 +120,7 @@ _REFUSED = {
     "it changes the attention mask layer by layer": "doge",
     "its configuration names a window that its attention does not keep to": "moshi",
     "it has no layers of its own to plan": "blt",
-    "it keeps a recurrent state beside K and V": (
-        "inkling_text mamba2 minimax recurrent_gemma rwkv xlstm"
-    ),
+    "it keeps a recurrent state beside K and V": ("mamba2 minimax recurrent_gemma rwkv xlstm"),
 }
 _ENCODERS = (
     "bert bert-generation camembert data2vec-text electra ernie roberta roberta-prelayernorm "
@@ -178,6 +183,7 @@ FACTS: dict[str, Facts] = {
     "granitemoehybrid": Facts(states="mamba2", layers="none"),
     "hy_v4": replace(_CHOSEN, sinks=True, chooses_every=4),
     "hy_v4_vl_text": replace(_CHOSEN, sinks=True, chooses_every=4),
+    "inkling_text": Facts(states="four convolutions", every=6, layers="local"),
     "jamba": Facts(states="mamba1", stepwise=True, layers="periods"),
     "kimi_linear": Facts(states="kimi delta", latent=True, layers="kimi"),
     "kolibri1": Facts(every=5),

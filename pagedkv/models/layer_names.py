@@ -53,6 +53,11 @@ def layer_names(found: Mapping[str, Any]) -> list[str] | None:
         chosen, other = set(found.get("full_attn_idxs") or layers), "conv"
     elif rule == "all":
         chosen, attends = set(layers), "hybrid"
+    elif rule == "local":
+        attends, other = "hybrid", "hybrid_sliding"
+        told = found.get("local_layer_ids")
+        ends = {i for i in layers if (i + 1) % facts.every == 0}
+        chosen = ends if told is None else {*layers} - {*told}
     elif rule == "no window":
         chosen = set(layers)
     elif rule == "second of four":

@@ -141,6 +141,7 @@ def settings_of(config: dict[str, Any]) -> SimpleNamespace:
     add_choices(found)
     found["no_rope_layers"] = rotated(found)
     heads = [x.get("num_attention_heads") or 0 for x in _each_layer(found)]
+    heads += [found.get("swa_num_attention_heads") or 0]
     found["num_attention_heads"] = max(found["num_attention_heads"], *heads, 0)
     return SimpleNamespace(**found)
 
@@ -161,7 +162,8 @@ def _completed(text: dict[str, Any]) -> dict[str, Any]:
     given = text | given
     told = {name for names in _groups() if not given.keys().isdisjoint(names) for name in names}
     whole = {name: value for name, value in found.values.items() if name not in told} | given
-    ours = {name: whole.get(of) for name, of in found.older.items() if name in SIZES}
+    read = *SIZES, "sliding_window"
+    ours = {name: whole.get(of) for name, of in found.older.items() if name in read}
     return ours | whole
 
 

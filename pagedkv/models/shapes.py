@@ -12,6 +12,8 @@ from .facts import facts_of, types_with
 from .kinds import LayerKind, field_of, index_layers
 from .seen import seen_of
 
+OF_WINDOWS = "num_attention_heads", "num_key_value_heads", "head_dim"
+
 
 class KVShape(NamedTuple):
     """The shape of one token's K and V in a layer.
@@ -53,7 +55,7 @@ def kv_shapes(text: Any, kinds: Sequence[LayerKind]) -> list[KVShape]:
     if (seen := seen_of(text)) is not None:
         return list(seen.shapes)
     index = [_index_shape(text) for _ in index_layers(kinds)]
-    layers = _layers(text, len(kinds))
+    layers = layers_of(text, kinds)
     ranks = [field_of(layer, "kv_lora_rank") for layer in layers]
     if any(ranks):
         if not facts_of(field_of(text, "model_type")).latent:
@@ -130,6 +132,20 @@ def _index_shape(text: Any) -> KVShape:
         dim = field_of(text, "head_dim") or text.hidden_size // text.num_attention_heads
         width += int(dim * told.get("partial_rotary_factor", 1.0))
     return KVShape(1, width, width, v_is_k=True)
+
+
+def layers_of(text: Any, kinds: Sequence[LayerKind]) -> list[Any]:
+    """The configuration of each layer, with what is said of layers with a window alone."""
+    return [_within(layer, kind) for layer, kind in zip(_layers(text, len(kinds)), kinds)]
+
+
+def _within(layer: Any, kind: LayerKind) -> Any:
+    """A layer's configuration, in which `swa_` fields stand for those of layers with a window."""
+    if kind.window is None or facts_of(field_of(layer, "model_type")).twice_in_windows:
+        return layer
+    told = {name: field_of(layer, f"swa_{name}") for name in OF_WINDOWS}
+    own = {name: value for name, value in told.items() if value is not None}
+    return SimpleNamespace(**{**vars(layer), **own}) if own else layer
 
 
 def _layers(text: Any, count: int) -> Sequence[Any]:

@@ -14,6 +14,7 @@ from pagedkv.errors import UnsupportedModelError
 from .facts import facts_of
 from .kinds import field_of, layer_kinds
 from .seen import seen_of
+from .shapes import layers_of
 
 Tensors = tuple[tuple[tuple[int, ...], str], ...]  # shape and dtype of each
 
@@ -31,15 +32,15 @@ def state_tensors(text: Any, dtype: str) -> tuple[Tensors, ...]:
     """
     if (seen := seen_of(text)) is not None:
         return tuple(seen.states)
-    count = sum(kind.state is not None for kind in layer_kinds(text))
-    if not count:
+    kinds = layer_kinds(text)
+    if all(kind.state is None for kind in kinds):
         return ()
     family = str(field_of(text, "model_type"))
     form = facts_of(family).states
     if form is None:
         raise UnsupportedModelError(f"config: the recurrent states of {family} are not known")
     try:
-        tensors = FORMS[form](text, dtype)
+        each = [FORMS[form](layer, dtype) for layer in layers_of(text, kinds)]
         grams = field_of(text, "ple_layer_ids") or ()  # counted from 1
         beside = _ngrams(text, dtype) if grams else ()
     except (AttributeError, TypeError) as error:  # a size that is absent, or None
@@ -48,7 +49,7 @@ def state_tensors(text: Any, dtype: str) -> tuple[Tensors, ...]:
         ) from error
     return tuple(
         tensors + beside if i in grams else tensors
-        for i, kind in enumerate(layer_kinds(text), 1)
+        for i, (kind, tensors) in enumerate(zip(kinds, each), 1)
         if kind.state is not None
     )
 
@@ -116,6 +117,13 @@ def _short_convolution(c: Any, dtype: str) -> Tensors:
     return (((c.hidden_size, c.conv_L_cache), dtype),)
 
 
+def _four_convolutions(c: Any, dtype: str) -> Tensors:
+    """K, V, and what attention and the feed-forward add, which are convolved in float32."""
+    kv = c.num_key_value_heads * c.head_dim
+    channels = kv, kv, c.hidden_size, c.hidden_size
+    return tuple(((width, c.conv_kernel_size), "float32") for width in channels)
+
+
 def _convolved_attention(c: Any, dtype: str) -> Tensors:
     """Q and K that are still convolved, and the half of V that comes one token later."""
     channels = (c.num_attention_heads + c.num_key_value_heads) * c.head_dim
@@ -129,5 +137,6 @@ FORMS: dict[str, Callable[[Any, str], Tensors]] = {
     "mamba1": _mamba1,
     "mamba2": _mamba2,
     "short convolution": _short_convolution,
+    "four convolutions": _four_convolutions,
     "convolved attention": _convolved_attention,
 }

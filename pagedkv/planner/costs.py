@@ -251,8 +251,9 @@ class Costs:
             attention = max(BUCKET_BYTES, pages(longest, cache.page_size) * slot)
             scores = min(tokens, longest) * longest
             attention += scores * self.wide  # a chunk's mask
-            facts = facts_of(c.model_type)
-            if getattr(c, "attn_logit_softcapping", None) or facts.sinks or facts.written:
+            facts, terms = facts_of(c.model_type), ("attn_logit_softcapping", "rel_extent")
+            told = any(getattr(c, name, None) for name in terms)
+            if told or facts.sinks or facts.written:
                 attention += 3 * 4 * c.num_attention_heads * scores  # explicit products
         if self._latent:  # K and V that are made of a block of latents
             token = c.num_attention_heads * (c.head_dim + c.v_head_dim) * self.wide

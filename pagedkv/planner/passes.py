@@ -42,6 +42,10 @@ def mixer_bytes(c: SimpleNamespace, width: int, tokens: int) -> int:
     channels = convolved[0]
     if form in ("short convolution", "convolved attention"):
         return int(5.2 * width * 2 * channels * tokens)
+    if form == "four convolutions":
+        widest = max(width * channels_at_once(c), _bias_bytes(c, width))
+        kept = width * c.hidden_size
+        return tokens * max(4 * kept + 20 * max(channels, c.hidden_size), 5 * kept + widest)
     shape = sums[0][0]
     heads, (*_, rows, columns) = shape[0], shape
     if form in ("delta rule", "kimi delta"):
@@ -53,6 +57,17 @@ def mixer_bytes(c: SimpleNamespace, width: int, tokens: int) -> int:
     if _holds_pairs_by_channel():
         return 4 * padded * (chunk * heads * max(rows, columns) + 12 * (channels + heads * rows))
     return 4 * padded * (heads * (3 * chunk + 5 * columns) + 7 * (channels + heads * rows))
+
+
+def _bias_bytes(c: SimpleNamespace, width: int) -> int:
+    """Bytes at once of a token's bias by distance.
+
+    They are those of its distances, and of the bias of each head: as products, gathered and cut, or
+    scaled in float32.
+    """
+    reach: int = max(kind.window or c.rel_extent for kind in c.kinds)
+    heads: int = c.num_attention_heads
+    return reach * (17 + heads * max(3 * width, width + 8))
 
 
 @cache

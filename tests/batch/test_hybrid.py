@@ -223,7 +223,7 @@ def test_a_family_that_packed_rows_would_get_wrong_is_refused_by_name(family):
         BatchGenerator(hybrid(family), max_tokens=64)
 
 
-@pytest.mark.parametrize("kind", ["minimax", "inkling_text"])
+@pytest.mark.parametrize("kind", ["minimax"])
 def test_a_type_whose_states_are_strange_is_refused_by_name(kind):
     with pytest.raises(UnsupportedModelError, match=f"states of {kind} are not known"):
         BatchGenerator(built(kind), max_tokens=64)

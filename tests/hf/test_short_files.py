@@ -87,6 +87,7 @@ OLDER = {
     "full_attention_interval": ("qwen3_next", {"full_attention_interval": 3}),
     "sliding_window_size": ("mimo_v2_flash", {"sliding_window_size": 30}),
     "swa_kv_lora_rank": ("dots3_note_text", {"swa_kv_lora_rank": 96, "sliding_window_size": 40}),
+    "local_layer_ids": ("inkling_text", {"local_layer_ids": [0, 1, 4]}),
     "linear_attn_config": ("kimi_linear", {"linear_attn_config": {"head_dim": 8, "num_heads": 6}}),
     "mamba_d_conv": ("nemotron_h", {"mamba_d_conv": 3, "hybrid_override_pattern": "MM*M-M*M-"}),
     "layers of drafts": (

@@ -20,9 +20,10 @@ SERVED = {
     "bloom": {}, "mpt": {}, "falcon": {}, "rembert": {"is_decoder": True},
     "megatron-bert": {"is_decoder": True}, "big_bird": {"is_decoder": True},
     "mimo_v2_flash": {}, "deepseek_v3": {}, "kimi_k25": {}, "longcat_flash": {}, "kimi_linear": {},
+    "inkling_text": {},
 }  # fmt: skip
 REFUSED = {
-    "inkling_text": "states", "bart": "causal", "whisper": "causal", "paligemma": "causal",
+    "bart": "causal", "whisper": "causal", "paligemma": "causal",
     "moshi": "layer 0 attends under a mask of all tokens, .* a window of 8|asked for no mask",
     "jetmoe": "after the cache", "diffllama": "after the cache", "doge": "after the cache",
     "git": "after the cache", "bert": "causal", "kosmos-2.5": "causal", "minimax": "states",

@@ -151,6 +151,7 @@ OWN: dict[str, dict[str, Any]] = {
         "text_config": {f"{what}_multiplier": 1.0 for what in _UNSCALED} | {"logits_scaling": 1.0},
     },
     "hunyuan_vl": {"text_config": {"rope_parameters": {**_ROPE, "mrope_section": [1] * 4}}},
+    "inkling_mm_model": {"vision_config": {"n_layers": 5}},  # as many as it has scales at least
     "kimi_k25": {"text_config": _ALL_HEADS},
     "lfm2": {"layer_types": ["conv", _F]},
     "lfm2_moe": {"layer_types": ["conv", _F]},
