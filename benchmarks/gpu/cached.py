@@ -40,7 +40,7 @@ def kernels(folder: Path) -> list[Path]:
 
 
 def look(cubin: Path) -> str | None:
-    """What is wrong with a binary beside whose file lie those that it was made of."""
+    """Says what is wrong with a binary; its intermediate code lies beside it."""
     facts, ttgir = json.loads(cubin.with_suffix(".json").read_text()), cubin.with_suffix(".ttgir")
     name = f"{facts['name']} of {cubin.parent.name}"
     try:
@@ -54,7 +54,7 @@ def look(cubin: Path) -> str | None:
 
 
 def main(folder: Path, workers: int) -> list[str]:
-    """Returns what is wrong with the binaries in a folder, or that it cannot be said."""
+    """Says what is wrong with the binaries of a folder, or why nothing can be said."""
     every = kernels(folder)
     try:
         knobs.nvidia.cuobjdump  # noqa: B018
