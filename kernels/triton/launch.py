@@ -105,7 +105,7 @@ class Half(NamedTuple):
 
     @property
     def block(self) -> int:
-        """The head dim, padded: a product takes 16 elements and more."""
+        """Columns of a part, padded: a product takes 16 elements and more."""
         return max(16, triton.next_power_of_2(self.width))
 
 
