@@ -12,7 +12,7 @@ import os
 from collections.abc import Collection, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, TextIO
 
 from .answers import OWN
 from .errors import UsageError
@@ -89,9 +89,19 @@ def _names(prompts: Sequence[Prompt], types: Collection[str]) -> list[str]:
 def _write_csv(path: Path, names: list[str], rows: list[dict[str, Any]]) -> None:
     # With a byte order mark, without which spreadsheets take it for another encoding.
     with path.open("w", encoding="utf-8-sig", newline="") as file:
-        writer = csv.writer(file, lineterminator="\n")
+        # Python's writer puts quotes around a return, at which readers end a row, by this alone.
+        writer = csv.writer(_Lines(file), lineterminator="\r\n")
         writer.writerow(names)
         writer.writerows([_as_text(row.get(name)) for name in names] for row in rows)
+
+
+class _Lines(NamedTuple):
+    """Takes rows that end as Windows' lines do, and writes them without the return."""
+
+    file: TextIO
+
+    def write(self, row: str) -> None:
+        self.file.write(row.removesuffix("\r\n") + "\n")
 
 
 def _write_arrow(path: Path, table: Any) -> None:

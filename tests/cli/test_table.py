@@ -47,6 +47,19 @@ def test_a_csv_has_rows_in_the_order_of_their_prompts_and_what_is_no_text_as_jso
     assert rows[2]["prompt"].count("字") == 1
 
 
+def test_a_csv_keeps_every_text_in_its_cell(tmp_path):
+    """A return ends a row for whoever reads it, unless there are quotes around it."""
+    texts = ["a\rb", "\r", "a\r\n", "\n", 'say "a"', ",", " a ", "\u2028\x85\x0c", "'", "a;\tb"]
+    rows = [{"index": i, "sample": 0, "answer": text} for i, text in enumerate(texts)]
+    rows = [{"prompt": row["answer"], **row} for row in rows]
+    out = tmp_path / "out.csv"
+    write(out, rows, [Prompt(text) for text in texts])
+    with out.open(newline="", encoding="utf-8-sig") as file:
+        found = [(row["prompt"], row["answer"]) for row in csv.DictReader(file)]
+    assert found == [(text, text) for text in texts]
+    assert out.read_bytes().count(b"\r\n") == 2  # in the cells that have one
+
+
 @pytest.fixture
 def parquet():
     return pytest.importorskip("pyarrow.parquet")
