@@ -77,7 +77,7 @@ class Output:
             if not self.path.parent.is_dir():
                 raise OSError(f"there is no folder {self.path.parent}")
             with suppress(FileNotFoundError):
-                if not stat.S_ISREG(self.path.stat().st_mode):
+                if not stat.S_ISREG(os.stat(path).st_mode):  # what a link names may be a pipe
                     raise OSError("it is no plain file")
             self._lock.acquire(blocking=False)
         except Timeout:

@@ -331,9 +331,12 @@ def test_places_that_cannot_be_written_are_refused(path, tmp_path):
         write(path / "out.jsonl")
     with pytest.raises(UsageError, match=r"cannot write .* too long"):
         write(tmp_path / ("x" * 300))
-    for other in (tmp_path, Path(os.devnull), Path("/")):
+    ends = os.pipe()  # whose names, as that of /dev/stdout, lead to no file
+    for other in (tmp_path, Path(os.devnull), Path("/"), Path(f"/dev/fd/{ends[1]}")):
         with pytest.raises(UsageError, match="no plain file"):
             write(other)
+    for end in ends:
+        os.close(end)
 
 
 def test_a_file_that_may_only_be_read_is_refused(path):
