@@ -183,9 +183,12 @@ def _fill(tables: PageTables, storage: Storage, row: int, saved: Saved, fresh: I
                 at = at[chosen]
             if not at.size:
                 continue
+            mine = pages[np.searchsorted(columns, at)] - base
             if not kind:
                 parts, statics = storage.adopt(group, parts, saved.statics[group])
-                adopted.append((group, statics))
-            storage.put_in(group, pages[np.searchsorted(columns, at)] - base, parts, kind)
-    for group, statics in adopted:  # once no group is refused any more
+                adopted.append((group, statics, mine))
+            storage.put_in(group, mine, parts, kind)
+    for group, statics, mine in adopted:  # once no group is refused any more
         storage.set_statics(group, statics)
+        if statics:
+            storage.bounds.update(group, mine)  # which are of numbers, not of their codes

@@ -30,6 +30,7 @@ CHOOSING = [
     Case("chooses-P2", one_group(**WIDE), True),
     Case("chooses-two-P2", two_groups(6, **WIDE), True),
     Case("chooses-int4", in_few_bits("int4", **INT4), True),
+    Case("chooses-fp8", in_few_bits("fp8", **INT4), True),
 ]
 EVERY = [*CASES, *STATEFUL, *EVICTING, *CHOOSING]
 FAST = [*CASES[2::10], *STATEFUL[2::4], *EVICTING[::8], *CHOOSING]
