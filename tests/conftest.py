@@ -101,6 +101,7 @@ def pytest_collection() -> Iterator[None]:
         gc.enable()
         gc.collect()
         gc.freeze()
+        gc.set_threshold(10_000, 10, 50)  # a test's few objects go by count of references, or later
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

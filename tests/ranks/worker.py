@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import os
 import signal
@@ -93,4 +94,6 @@ if __name__ == "__main__":
     transformers.logging.disable_progress_bar()
     torch.set_num_threads(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # needs no name of this machine
+    gc.collect()
+    gc.freeze()  # each job collects: ranks look at what they made, not at all that was imported
     fork_ranks(sys.argv[1])
