@@ -15,6 +15,7 @@ from pagedkv.hf.fingerprint import fingerprint_of
 from tests.batch.generating import assert_nothing_held, generator, tokens_alone
 from tests.batch.test_graphs import PROMPTS, Recorder, llama
 from tests.batch.test_graphs import generator as capturing
+from tests.effort import few
 from tests.hf.adapted import adapted, add, lora
 from tests.hf.tiny import attention_of, generate, named, padded, prompts, tiny
 
@@ -366,7 +367,7 @@ KINDS = {
 WORDS = "lora_", "ia3", "oft", "modules_to_save", "trainable_tokens"  # in names of theirs
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", few(KINDS, "embedding", "tokens", "DoRA"))
 def test_adapters_of_other_kinds_have_the_tokens_of_peft_as_well(name):
     model = peft.get_peft_model(tiny(), KINDS[name]()).eval()
     torch.manual_seed(5)

@@ -84,7 +84,10 @@ SORTS = {
 }
 
 
-@pytest.mark.parametrize("sort", SORTS)
+FEW = "plain", "a bias, the head's too", "tokens without rows, a bias", "a class of their own"
+
+
+@pytest.mark.parametrize("sort", few(SORTS, *FEW, "beside convolutions, four dimensions"))
 def test_layers_of_every_sort_generate_packed_what_they_do_unpacked(sort, products):
     rows = [row.tolist() for row in rows_of_tokens()]
     model = built(SORTS[sort])

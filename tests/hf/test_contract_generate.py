@@ -8,8 +8,9 @@ import torch
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 from transformers.generation import GenerationMode
 
+from tests.effort import few
 from tests.hf.test_contract import promise
-from tests.hf.tiny import FAMILIES, VOCAB, tiny
+from tests.hf.tiny import FAMILIES, VARIED, VOCAB, tiny
 
 RULES = {
     "_prepare_generation_config": ["generation_config"],
@@ -90,7 +91,7 @@ def test_greedy_search_and_sampling_go_by_these_names():
     promise(config.get_generation_mode() == GenerationMode.SAMPLE, "calls sampling so")
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", few(FAMILIES, *VARIED))
 def test_logits_can_be_asked_for_by_place(family):
     model = tiny(family)
     ids = torch.arange(3, 9)[None]

@@ -12,22 +12,24 @@ from pagedkv.hf.fingerprint import AT_ONCE, ROW, fingerprint_of, sums_of
 from pagedkv.hf.model import cache_config
 from pagedkv.saving import format as files
 from tests.batch.generating import tokens_alone
-from tests.effort import few
+from tests.effort import few, slow
 from tests.hf.adapted import adapted, add
 from tests.hf.test_prefix_store import OPTIONS, SIZES, found
 from tests.hf.tiny import FAMILIES, named, padded, prompts, tiny
 
 OTHER_SETTINGS = [
-    ("llama", {"rms_norm_eps": 1e-2}),
     ("llama", {"hidden_act": "gelu"}),
     ("llama", {"rope_parameters": {"rope_type": "default", "rope_theta": 5.0}}),
     ("mistral", {"sliding_window": 5}),
-    ("qwen3_moe", {"num_experts_per_tok": 1}),
     ("qwen3_moe", {"norm_topk_prob": True}),
-    ("gemma2", {"query_pre_attn_scalar": 64}),
-    ("gemma2", {"attn_logit_softcapping": 1.0}),
-    ("granite", {"residual_multiplier": 0.5}),
-    ("deepseek_v3", {"routed_scaling_factor": 2.0}),
+    *slow(
+        ("llama", {"rms_norm_eps": 1e-2}),
+        ("qwen3_moe", {"num_experts_per_tok": 1}),
+        ("gemma2", {"query_pre_attn_scalar": 64}),
+        ("gemma2", {"attn_logit_softcapping": 1.0}),
+        ("granite", {"residual_multiplier": 0.5}),
+        ("deepseek_v3", {"routed_scaling_factor": 2.0}),
+    ),
 ]
 
 

@@ -12,7 +12,7 @@ from pagedkv.pages.pool import PagePool
 from pagedkv.storage.page_statistics import PageStatistics
 from tests.cases import CASES, random_op, varied
 from tests.contents import Boom, assert_contents, start
-from tests.effort import slow
+from tests.effort import examples, sampled, slow
 from tests.offload.hosted import TEXT, Copies, make
 from tests.walk import hosted
 from tests.world import World
@@ -20,6 +20,7 @@ from tests.world import World
 HOSTED = [hosted(case) for case in CASES]
 
 
+@sampled
 @pytest.mark.parametrize("case", varied(HOSTED), ids=lambda case: case.name)
 def test_prompts_that_come_and_go_find_on_the_host_what_they_have_in_common(case, monkeypatch):
     """Texts come whole and leave soon, so that most of what is found was pushed out before."""
@@ -29,7 +30,7 @@ def test_prompts_that_come_and_go_find_on_the_host_what_they_have_in_common(case
     P = case.config.page_size
     world.bases = [[source.randrange(3) for _ in range(tokens * 2 // 3)] for _ in range(5)]
     roomy, hits = "roomy" in case.name, 0  # pools that cannot run out set nothing aside
-    for _ in range(60):
+    for _ in range(examples(60, 40)):
         before = sum(copies.into)
         prompt = (source.randrange(5), source.randrange(tokens), [source.randrange(3)])
         world.apply(("add", prompt, 0, None if roomy else source.choice((None, None, P))))

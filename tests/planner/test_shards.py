@@ -4,11 +4,12 @@ import random
 from itertools import combinations_with_replacement, pairwise
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pagedkv import split_by_prefix
 from pagedkv.planner.shards import SLACK, own_tokens, packed
+from tests.effort import examples, sampled
 
 
 def computed(prompts):
@@ -61,6 +62,8 @@ texts = st.lists(st.integers(0, 2), max_size=6)
 jobs = st.lists(st.tuples(texts, st.integers(0, 9)), max_size=8)
 
 
+@sampled
+@settings(max_examples=examples(100, 30))
 @given(jobs, st.integers(1, 4))
 def test_no_shard_is_much_larger_than_the_largest_must_be(rows, n):
     prompts, new = [ids for ids, _ in rows], [count for _, count in rows]
@@ -77,6 +80,8 @@ def test_no_shard_is_much_larger_than_the_largest_must_be(rows, n):
     assert max(work(prompts, new, shard) for shard in shards) <= least * (1 + SLACK)
 
 
+@sampled
+@settings(max_examples=examples(100, 30))
 @given(st.lists(texts, min_size=1, max_size=40), st.integers(1, 12), st.integers(0, 5))
 def test_a_shard_is_empty_only_where_nothing_is_left_for_it(prompts, n, new):
     sizes = [len(shard) for shard in split_by_prefix(prompts, n, new)]

@@ -178,6 +178,7 @@ for row in measure("benchmarks.compiled.shipped", 90, "D128 p16 all terms", Fals
 """
 
 
+@pytest.mark.slow
 def test_kernels_with_every_term_are_well_compiled(tmp_path, forked):
     said = forked(WITH_ALL_TERMS, TRITON_INTERPRET="0", TRITON_CACHE_DIR=str(tmp_path))
     kernels = "decode", "prefill", "Gluon decode"

@@ -203,6 +203,7 @@ print(json.dumps(said))
 """
 
 
+@pytest.mark.slow
 def test_what_waits_for_a_card_to_be_proved_is_launched_as_it_asks(driver_stub, tmp_path, forked):
     env = {"TRITON_LIBCUDA_PATH": str(driver_stub.parent), "TRITON_CACHE_DIR": str(tmp_path)}
     said = json.loads(forked(BEGIN + PROVED, str(driver_stub), TRITON_INTERPRET="0", **env))
