@@ -1014,7 +1014,7 @@ class PagedKVCache:
             if config.staged:
                 sizes.append(config.bytes_per_staging_page(group))
         host = () if self._tier is None else self._tier.counts()
-        stats = collect(self._tables, sizes, *host)
+        stats = collect(self._tables, sizes, config.nbytes_of_scales, *host)
         if self._prefixes is None:
             return stats
         return replace(stats, tokens_from_store=self._prefixes.tokens_found)

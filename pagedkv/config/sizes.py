@@ -6,6 +6,7 @@ from collections.abc import Collection, Sequence
 from copy import copy
 from dataclasses import replace
 from functools import cached_property
+from operator import mul
 from typing import Self
 
 from pagedkv.kernels.formats import DENSE, Format
@@ -189,12 +190,17 @@ class Sizes(Fields):
         tables = 8 * len(pages) * self.max_sequences * columns
         return tables + sum(pages) * (BOOKS_BYTES + 4 * self.page_size)
 
-    def _nbytes(self, pages: Sequence[int]) -> int:
+    @property
+    def nbytes_of_scales(self) -> int:
+        """Bytes of static scales, which are one for each head of a layer."""
         static = sum(format.static for format in self.formats)
-        total = 0
+        quads = (-(-shape.num_kv_heads // 4) for shape in self.shapes)
+        layers = (len(group.layers) for group in self.groups)
+        return 16 * static * sum(map(mul, layers, quads))
+
+    def _nbytes(self, pages: Sequence[int]) -> int:
+        total = self.nbytes_of_scales
         for g, count in enumerate(pages):
-            quads = -(-self.shapes[g].num_kv_heads // 4)
-            total += 16 * static * len(self.groups[g].layers) * quads
             total += count * self.bytes_per_page(g)
             total += self.num_staging_pages(g) * self.bytes_per_staging_page(g)
         return total

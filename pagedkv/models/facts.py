@@ -57,6 +57,7 @@ class Facts:
             they are rotated; in blocks that each KV head chooses for itself; or in pools, whose
             keys are averaged by a gate that is kept beside each.
         written: its layers write attention out, calling no function for it.
+        masks: each of its layers keeps a mask of all its positions, a byte for two of them.
         sinks: `s_aux` is one more score per head, without a value, in otherwise plain attention.
             Others that pass one select or compress their keys behind the cache, extend the mask, or
             are not causal. The torch backend computes such scores explicitly.
@@ -90,6 +91,7 @@ class Facts:
     latent: bool = False
     indexer: Indexer | None = None
     written: bool = False
+    masks: bool = False
     sinks: bool = False
     twice_in_windows: bool = False
     layers: Rule | None = None
@@ -175,7 +177,7 @@ FACTS: dict[str, Facts] = {
     "glm5_next_text": Facts(
         states="kimi delta", latent=True, indexer="pools", layers="every nth", chooses_every=1
     ),
-    "gpt_neo": Facts(written=True, every=2, layers="first of each"),
+    "gpt_neo": Facts(written=True, masks=True, every=2, layers="first of each"),
     "gpt_oss": Facts(sinks=True, window=128, every=2, at_once=9),
     "gpt_neox_japanese": Facts(written=True),
     "granite_swa": replace(_FIRST_OF_FOUR, sinks=True),

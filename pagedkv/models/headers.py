@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
+from collections.abc import Sequence
 from math import prod
 
 from pagedkv.errors import CheckpointError
@@ -28,6 +29,7 @@ TOWER = re.compile(
 )
 # Not what every token takes.
 EXPERTS = re.compile(r"(^|\.)experts\.(?!e_score|post_expert_norm)")
+SHARED = re.compile(r"\d\.shared_transf")  # blocks of zamba, in the layer that has one first
 BLOCKS, SCALES = "_blocks", "_scales"  # how names of tensors in mxfp4 end
 # What lies beside packed weights.
 BESIDE = re.compile(r"(scales?|zeros|zero_point|absmax|g_idx|scale_inv)$")
@@ -35,7 +37,11 @@ UNUSED = re.compile(r"^mtp\.")  # predicts several tokens; transformers leaves i
 
 
 def weights_in(
-    checkpoint: Checkpoint, count: int, experts: int | None, bits: float
+    checkpoint: Checkpoint,
+    count: int,
+    experts: int | None,
+    bits: float,
+    sharing: Sequence[Sequence[int]] = (),
 ) -> list[tuple[Weight, TensorRange]]:
     """The weights of a checkpoint, and where they lie.
 
@@ -43,10 +49,12 @@ def weights_in(
         count: layers of the decoder.
         experts: those of a layer, if it has some.
         bits: of a weight that is packed.
+        sharing: for each block that layers share, these layers.
     """
     lists: dict[str, dict[int, int]] = defaultdict(lambda: defaultdict(int))
     found: list[tuple[str, int, Part, bool, TensorRange]] = []
-    tables = _tables(checkpoint)
+    tables, embeddings = _tables(checkpoint), _embeddings(checkpoint)
+    rows = {tensor.shape[0] for tensor in embeddings.values()}
     for tensor in checkpoint.tensors.values():
         indexed = INDEXED.match(tensor.name)
         if UNUSED.match(tensor.name):
@@ -60,10 +68,9 @@ def weights_in(
             routed = _is_of_experts(tensor, indexed[3], experts)
             found.append((indexed[1], int(indexed[2]), "layer", routed, tensor))
         else:
-            is_head = bool(HEAD.search(tensor.name))
-            part: Part = "head" if is_head else "rest"
-            if EMBEDDING.search(tensor.name):
-                part = "embedding"
+            of_head = HEAD.search(tensor.name) and len(tensor.shape) > 1
+            is_head = of_head and (tensor.dtype not in STORED or tensor.shape[0] in rows)
+            part: Part = "embedding" if tensor.name in embeddings else "head" if is_head else "rest"
             found.append(("", 0, part, False, tensor))
     wanted = set(range(count))
     whole = [name for name, layers in lists.items() if layers.keys() >= wanted]
@@ -79,10 +86,31 @@ def weights_in(
             part = "rest"
         if part == "layer" and index not in wanted:
             continue  # layers past the last predict several tokens; transformers leaves them out
-        used = (index,) if part == "layer" else ()
+        used: tuple[int, ...] = (index,) if part == "layer" else ()
+        if used and SHARED.search(tensor.name) and sharing:
+            users = next((each for each in sharing if index in each), ())
+            if index != next(iter(users), index):
+                continue  # a second copy of the block, which all of them compute by
+            used, part = tuple(users), "rest" if len(users) > 1 else part
         shape = _unpacked(tensor, bits)
         weights.append((Weight(tensor.name, part, used, shape, routed, alone=routed), tensor))
     return weights
+
+
+def _embeddings(checkpoint: Checkpoint) -> dict[str, TensorRange]:
+    """The embeddings of ids, by name; where none is called so, the largest matrix in no list."""
+    alone = [
+        tensor
+        for tensor in checkpoint.tensors.values()
+        if len(tensor.shape) == 2
+        and not any(x.match(tensor.name) for x in (INDEXED, TABLE, UNUSED))
+        and not TOWER.search(tensor.name.rpartition(".")[0])
+    ]
+    found = [tensor for tensor in alone if EMBEDDING.search(tensor.name)]
+    if not found:
+        others = (tensor for tensor in alone if not HEAD.search(tensor.name))
+        found = sorted(others, key=lambda tensor: prod(tensor.shape))[-1:]
+    return {tensor.name: tensor for tensor in found}
 
 
 def _tables(checkpoint: Checkpoint) -> set[str]:

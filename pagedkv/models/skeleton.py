@@ -200,7 +200,7 @@ def weights_of(model: PreTrainedModel) -> list[Weight]:
     """The weights of a model, each once; a head that is the embedding is none of its own.
 
     A weight that several layers use is the part of none, as it stays while layers stream. Where
-    layers are not in one list, all of them stay.
+    layers are not in one list, all of them stay. What checkpoints have beside parameters counts.
     """
     try:
         layers: Any = find_layers(model)[1]
@@ -209,8 +209,8 @@ def weights_of(model: PreTrainedModel) -> list[Weight]:
     users: dict[int, list[int]] = defaultdict(list)
     of_experts, alone = set(), set()
     for index, layer in enumerate(layers):
-        for parameter in layer.parameters():
-            users[id(parameter)].append(index)
+        for key in {id(tensor) for tensor in layer.state_dict(keep_vars=True).values()}:
+            users[key].append(index)
         for name, module in layer.named_modules():
             if name.rpartition(".")[2] == "experts":
                 of_experts |= {id(p) for p in module.parameters()}
@@ -223,10 +223,12 @@ def weights_of(model: PreTrainedModel) -> list[Weight]:
         style = _style(model, name)  # by rows or by columns; a bias by columns alone
         if "wise" in style and (parameter.dim() > 1 or "colwise" in style):
             cut.add(id(parameter))
-    inside = {id(p) for p in model.get_decoder().parameters()}
+    inside = {id(tensor) for tensor in model.get_decoder().state_dict(keep_vars=True).values()}
+    named = {id(tensor): name for name, tensor in reversed(_kept(model).items())}
     seen: list[Weight] = []
-    for name, parameter in model.named_parameters():
-        key = id(parameter)
+    for name, tensor in _kept(model).items():
+        if named[key := id(tensor)] != name:
+            continue
         used = () if parts.get(key) == "tables" else tuple(users[key])
         part = parts.get(key) or (
             "layer" if len(used) == 1 else "rest" if key in inside else "tower"
@@ -236,7 +238,7 @@ def weights_of(model: PreTrainedModel) -> list[Weight]:
                 name,
                 part,
                 used,
-                tuple(parameter.shape),
+                tuple(tensor.shape),
                 is_expert=key in of_experts | alone,
                 alone=key in alone,
                 packable=key in packable,
@@ -244,6 +246,12 @@ def weights_of(model: PreTrainedModel) -> list[Weight]:
             )
         )
     return seen
+
+
+def _kept(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """What checkpoints keep of a model, by name: parameters, then buffers; some several times."""
+    kept: dict[str, Any] = model.state_dict(keep_vars=True)
+    return dict(sorted(kept.items(), key=lambda item: not isinstance(item[1], nn.Parameter)))
 
 
 def tables_of(model: PreTrainedModel) -> list[nn.Embedding]:

@@ -8,8 +8,9 @@ checkpoints count packed.
 from __future__ import annotations
 
 from math import ceil
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from .facts import facts_of
 from .groups import DTYPE_BYTES
 from .headers import STORED, loaded, weights_in
 from .model import Model
@@ -71,7 +72,8 @@ def weighed(model: Model, weight_dtype: str | None, on_cpu: bool) -> Weighed:
     exact = checkpoint is not None and (bits >= 16 or quantised)
     if checkpoint is not None:
         cast = None if quantised else dtype
-        found = weights_in(checkpoint, c.num_hidden_layers, c.experts, bits if bits < 16 else 4)
+        width = bits if bits < 16 else 4
+        found = weights_in(checkpoint, c.num_hidden_layers, c.experts, width, _sharing(c))
         weights = [
             (w, loaded(tensor, cast) if exact else _nbytes(w, bits, wide))
             for w, tensor in found
@@ -89,6 +91,15 @@ def weighed(model: Model, weight_dtype: str | None, on_cpu: bool) -> Weighed:
         ]
     packed, in_files = quantised or bits < 16, unpacked and bits >= 16
     return Weighed(weights, dtype, exact, packed, in_files, assumed)
+
+
+def _sharing(c: Any) -> list[list[int]]:
+    """For each block that layers share, these layers."""
+    if not facts_of(c.model_type).shares_block:
+        return []
+    users = [i for i, kind in enumerate(c.kinds) if kind.attention is not None]
+    blocks = getattr(c, "num_mem_blocks", None) or 1
+    return [users[first::blocks] for first in range(blocks)]
 
 
 def _nbytes(weight: Weight, bits: float | None, wide: int) -> int:

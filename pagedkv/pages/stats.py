@@ -27,7 +27,7 @@ class CacheStats:
         tokens_reused: tokens not computed, because they were found or shared by a fork.
         evicted: pages that sequences have lost to a policy so far.
         live_bytes: K and V bytes of the live pages.
-        bytes: K and V bytes of all pages that exist.
+        bytes: K and V bytes of all pages that exist, and of static scales.
         reserved: pages that may exist: more than `pages` in a pool that can still grow.
         growths: how often the pool grew.
         offloaded: host pages of offloaded sequences.
@@ -88,6 +88,7 @@ class CacheStats:
 def collect(
     tables: PageTables,
     bytes_per_page: list[int],
+    nbytes_of_scales: int = 0,
     offloaded: int = 0,
     offloaded_bytes: int = 0,
     host_cached: int = 0,
@@ -96,6 +97,7 @@ def collect(
 
     Args:
         bytes_per_page: bytes of a page in every segment of the pool.
+        nbytes_of_scales: bytes of static scales beside the pages.
         offloaded, offloaded_bytes, host_cached: counts of the host tier, as in `CacheStats`.
     """
     pool, rows = tables.pool, tables.live_rows()
@@ -120,7 +122,7 @@ def collect(
         tokens_reused=tables.tokens_reused,
         evicted=tables.pages_evicted,
         live_bytes=int(per_group @ bytes_per_page),
-        bytes=int(pool.existing @ bytes_per_page),
+        bytes=int(pool.existing @ bytes_per_page) + nbytes_of_scales,
         reserved=refcount.size,
         growths=tables.growth.count if tables.growth else 0,
         offloaded=offloaded,

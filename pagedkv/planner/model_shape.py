@@ -31,7 +31,7 @@ class ModelShape:
         embedding: bytes of the token embedding.
         tables: bytes of larger tables, of n-grams or for each layer.
         head: bytes of the output head; 0 if it is the embedding.
-        rest: bytes of all else: norms, learned positions, a tower for images.
+        rest: bytes of all else: norms, learned positions and masks, a tower for images.
         tower: those of the tower, and of what joins it to the decoder.
         exact: read from headers, not computed from the configuration.
         packed: weights are stored in fewer bits than they are computed in.
@@ -99,6 +99,8 @@ def shape_of(model: Model, weight_dtype: str | None = None, on_cpu: bool = False
     c, found = model.settings, weighed(model, weight_dtype, on_cpu)
     parts = _parts(found.weights, c)
     experts, tower = parts.pop("experts"), parts.pop("tower")
+    if facts_of(c.model_type).masks:
+        parts["rest"] += c.num_hidden_layers * aligned(c.max_position_embeddings**2)
     return ModelShape(
         model=model,
         settings=c,

@@ -2,6 +2,10 @@
 
 import random
 
+import pytest
+
+from pagedkv import CacheConfig, PagedKVCache
+from pagedkv.config import KV_FORMATS
 from tests.cache.small import P, ids, make
 from tests.contents import advance, start
 
@@ -41,6 +45,14 @@ def test_stats_tell_live_shared_cached_free_and_wasted_apart():
     assert stats.free + stats.cached == stats.pages
     cache.clear_prefixes()
     assert cache.stats().free == stats.pages
+
+
+@pytest.mark.parametrize("kv_format", KV_FORMATS)
+def test_bytes_are_those_of_the_configuration_in_every_format(kv_format):
+    shape = {"num_layers": 3, "num_kv_heads": 6, "head_dim": 32, "page_size": 16}
+    config = CacheConfig(**shape, max_tokens=64, dtype="float32", kv_format=kv_format)
+    cache = PagedKVCache(config)
+    assert cache.stats().bytes == config.nbytes == cache._storage.nbytes
 
 
 def test_rejected_and_aborted_tokens_do_not_count_as_computed():
