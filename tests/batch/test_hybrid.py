@@ -229,6 +229,18 @@ def test_a_type_whose_states_are_strange_is_refused_by_name(kind):
         BatchGenerator(built(kind), max_tokens=64)
 
 
+def test_a_layer_of_which_one_convolution_of_four_did_not_run_is_named():
+    model = tiny_hybrid("inkling_text")
+    given = torch.nn.Identity()
+    given.forward = lambda x, **_: x
+    model.model.layers[2].attn_sconv = given
+    with (
+        generator(model) as batched,
+        pytest.raises(UnsupportedModelError, match="computed no state in the layers 2"),
+    ):
+        batched.generate(prompts(5), max_new_tokens=2)
+
+
 def test_every_form_of_state_that_is_served_is_tested():
     """Types of one form are alike to us; the table of `docs/compat.md` is made of all of them."""
     kinds = {hybrid(name).config.get_text_config(decoder=True).model_type for name in FAMILIES}

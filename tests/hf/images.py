@@ -87,6 +87,7 @@ PLAIN = {
     "gemma3": _plain(4, 24, 1, **_SMALL, mm_tokens_per_image=4),
     "got_ocr2": _plain(4, 32, 1),
     "idefics3": _plain(9, 24, 1, 1, **_SMALL),
+    "inkling_mm_model": ({}, 4, (4, 2, 4, 4, 3), False),  # a token for each patch of two frames
     "internvl": _plain(4, 56, 1, vision_config={"image_size": [56, 56], "patch_size": [14, 14]}),
     "lighton_ocr": _plain(9, 28, 1, sized=True),
     "llava": _plain(64, 32, 1),

@@ -33,7 +33,7 @@ def spread(
     for name, _ in inner.named_children():
         if f"{base}.{name}" != layers:
             mapped[f"{base}.{name}"] = last if name in LAST else first
-    tied = model.config.get_text_config().tie_word_embeddings
+    tied = getattr(model.config.get_text_config(), "tie_word_embeddings", False)
     mapped |= {name: first if tied else last for name, _ in model.named_children() if name != base}
     kept = model._skip_keys_device_placement
     return dispatch_model(model, mapped, main_device=first, skip_keys=kept, force_hooks=True)
