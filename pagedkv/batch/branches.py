@@ -1,15 +1,15 @@
 """Keeps recurrent states as checkpoints: where prompts part, and where texts end.
 
 A prompt of a model with states is found up to a checkpoint, not up to any token. The scheduler
-knows its prompts, so it keeps one exactly where the text of a row and that of a row that waits
-part: the row's step ends there. Such a place is a *branch*. It counts if it is at least a page long
-and longer than what the waiting row finds anyway. Prompts that nobody knew of beforehand have three
-more chances:
+knows its prompts, so it keeps a checkpoint exactly where the texts of a running and a waiting row
+part: the running row's step ends there. Such a place is a *branch*. It counts if it is at least a
+page long and longer than what the waiting row finds anyway. Three more rules help prompts that
+nobody knew of beforehand:
 
-- A prompt whose pages are found further than any state, by a page or more, has parted from an
-  earlier text there. It keeps a checkpoint for the next one.
-- Where nobody waits for slots, a row that ends keeps the state at the end of its answer; a row that
-  is alone keeps that at the end of its prompt, too.
+- If the pages found for a prompt reach a page or more beyond its latest state, the prompt has
+  parted there from an earlier text. It keeps a checkpoint there for the next prompt.
+- If no row waits, a row that ends keeps the state at the end of its answer; a row that is alone
+  also keeps the state at the end of its prompt.
 - A row that is put back keeps the state it had.
 """
 
@@ -25,23 +25,23 @@ from .rows import Row
 
 
 class Branches:
-    """The checkpoints of a model without recurrent states: there are none."""
+    """Keeps no checkpoints, for a model without recurrent states."""
 
     def plan(self, row: Row, waiting: Iterable[Row]) -> None:
         """Decides where a row that has just joined keeps its state for rows that wait."""
 
     def meet(self, rows: Iterable[Row], other: Row) -> None:
-        """Makes rows keep their states where one that begins to wait parts from them."""
+        """Makes rows keep their states where a row that begins to wait parts from them."""
 
     def counts(self, row: Row, length: int) -> bool:
         """Whether a waiting row can begin behind `length` tokens of its text."""
         return True
 
     def cut(self, row: Row, length: int) -> None:
-        """Makes a row keep its state at a length, if it is not computed so far."""
+        """Makes a row keep its state at a length, if it is not computed that far yet."""
 
     def most(self, row: Row) -> int:
-        """Tokens that the next step of a row may have."""
+        """Returns how many tokens the next step of a row may have."""
         return len(row.ids) - row.done
 
     def reached(self, rows: Iterable[Row]) -> None:
@@ -73,7 +73,7 @@ class StateBranches(Branches):
             self._part(row, other)
 
     def _part(self, row: Row, other: Row) -> None:
-        """Makes a row keep its state where one that waits parts from it."""
+        """Makes a row keep its state where a waiting row parts from it."""
         most = shared_tokens(other.salt, row.salt, self.least)
         if most > row.done:
             length = min(most, shared_length(other.text(), row.ids))
@@ -95,7 +95,7 @@ class StateBranches(Branches):
         for row in rows:
             if row.done in row.cuts:
                 self.cache.checkpoint(row.seq)
-            # A cut that was asked for while the step was composed may have been passed.
+            # The step may have passed a cut that was asked for while it was composed.
             row.cuts = [length for length in row.cuts if length > row.done]
 
     def end_of_prompt(self, row: Row) -> None:
@@ -113,7 +113,7 @@ class StateBranches(Branches):
 
 
 def shared_length(ids: Tokens, other: Tokens) -> int:
-    """Tokens that a prompt has in common with a text, and can find: the last is always computed."""
+    """Counts the tokens that a prompt can find of a text: its last token is always computed."""
     n = min(len(ids) - 1, len(other))
     same = ids[:n] == other[:n]
     return n if same.all() else int(same.argmin())

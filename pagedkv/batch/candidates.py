@@ -1,8 +1,8 @@
-"""The few tokens that `top_k` leaves, among which the rules behind it cost next to nothing.
+"""Applies `top_k` and the rules behind it to few tokens, where they cost next to nothing.
 
-The rules stay transformers' own: they are called with the scores of candidates in place of all.
-What they then leave is the same but for the rounding of sums, in which each candidate's
-probability is divided by another number in its last bit.
+The rules stay transformers' own: they are called with the scores of candidates instead of all.
+They then leave the same, but for rounding: a sum over fewer probabilities may differ in its last
+bit, and each candidate's probability is divided by it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from transformers import generation
 
-# These look at scores alone, and at one that is -inf only as at nothing.
+# These look at scores alone, and ignore those that are -inf.
 AMONG_FEW = (
     generation.EpsilonLogitsWarper,
     generation.EtaLogitsWarper,
@@ -23,19 +23,19 @@ AMONG_FEW = (
     generation.TopKLogitsWarper,
     generation.TopPLogitsWarper,
 )
-# Candidates for each token that `top_k` asks for, since more may have the score of the last of
-# them; and the fewest. A card sorts more than 32 so that equal ones keep their order, as it does
-# a whole vocabulary.
+# There are SPARE candidates for each token that `top_k` asks for, since others may have the same
+# score as the last of these. There are at least FEWEST, since a card sorts more than 32 scores so
+# that equal ones keep their order, as it does a whole vocabulary.
 SPARE, FEWEST = 4, 128
-SORTING = "cpu", "cuda"  # devices of which it is known how they sort
+SORTING = "cpu", "cuda"  # devices whose order of equal scores is known
 
 
 class Candidates(NamedTuple):
-    """The scores that rules have left of m rows.
+    """The candidates of m rows, and the scores that rules have left them.
 
     Attributes:
         scores, ids: `[m, K]` of the candidates, in the order of the vocabulary.
-        unsure: `[m]`, whether all scores might have left others.
+        unsure: `[m]`, whether rules over all scores might have left other tokens.
     """
 
     scores: Tensor
@@ -44,7 +44,7 @@ class Candidates(NamedTuple):
 
 
 def rules_among_few(processors: Sequence[Any], vocab: int) -> tuple[int, int] | None:
-    """From which processor on candidates are enough, and how many; None if all are needed."""
+    """Returns the first processor that candidates suffice for, and their number; None if none."""
     kinds = [type(processor) for processor in processors]
     if generation.TopKLogitsWarper not in kinds:
         return None
@@ -54,24 +54,24 @@ def rules_among_few(processors: Sequence[Any], vocab: int) -> tuple[int, int] | 
         if not known or getattr(processor, "filter_value", -torch.inf) != -torch.inf:
             return None
     while begin and kinds[begin - 1] is generation.TemperatureLogitsWarper:
-        begin -= 1  # it keeps the order
+        begin -= 1  # temperature keeps the order of scores
     width = max(FEWEST, SPARE * processors[top].top_k)
     return (begin, width) if SPARE * width <= vocab else None
 
 
 def by_all(processors: Sequence[Any], scores: Tensor) -> Tensor:
-    """Returns what such processors leave of scores `[m, vocab]`."""
+    """Returns the scores `[m, vocab]` that such processors leave."""
     for processor in processors:
         scores = processor(None, scores)
     return scores
 
 
 def among_few(processors: Sequence[Any], scores: Tensor, width: int) -> Candidates:
-    """Returns what processors leave of scores `[m, vocab]`, computed among `width` of each row.
+    """Returns what processors leave of the `width` best scores of each row of `[m, vocab]`.
 
-    A row is unsure if `top_k` leaves all candidates, as others may have the same score. On a
-    processor it is, too, if rules behind cut some of equal scores: which of them depends on how
-    many are sorted, there.
+    A row is unsure if `top_k` leaves all candidates, as others may have the same score. On a CPU
+    it is also unsure if a later rule drops some of several equal scores: there it depends on how
+    many are sorted which of them are dropped.
     """
     ids = scores.topk(width, sorted=False).indices.sort(-1).values
     few, left = scores.gather(1, ids), None

@@ -1,4 +1,4 @@
-"""Chat messages: what a caller may tell their template, and what the template makes of them."""
+"""Chat messages: what a caller may tell their template, and the ids that the template makes."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ PARAMETERS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "continue_final_message": ("True or False", lambda x: isinstance(x, (bool, str))),
     "sanitize_control_tokens": ("True or False", lambda x: isinstance(x, bool)),
 }
-OF_THE_TEMPLATE = {"tools", "documents"}  # without it they would be dropped without a word
+OF_THE_TEMPLATE = {"tools", "documents"}  # a template without them drops them silently
 
-Told = Mapping[str, Any]  # by names, for the template of one prompt
-Chats = Told | Iterable[Told | None] | None  # for those of a call: the same, or one for each prompt
+Told = Mapping[str, Any]  # arguments by name for the template of one prompt
+Chats = Told | Iterable[Told | None] | None  # for a call: one for all prompts, or one for each
 
 
 def is_chat(prompt: Any) -> bool:
@@ -33,7 +33,7 @@ def told(value: Any) -> Told:
     """Checks what a prompt's chat template is given, and returns it; an empty dict for None.
 
     Raises:
-        TypeError: it is no mapping of names, or what it says of a parameter cannot be.
+        TypeError: it is no mapping of names, or a parameter has a wrong type.
     """
     if value is None:
         return {}
@@ -51,7 +51,7 @@ def told(value: Any) -> Told:
 def require_known(by: Any, told: Told) -> None:
     """Raises ValueError for a name that the template of a tokenizer or processor never mentions.
 
-    It would be dropped without a word, as a misspelt one.
+    The template would drop it silently, for example a misspelt one.
     """
     if not told:
         return
@@ -74,8 +74,8 @@ def rendered(by: Any, messages: Any, told: Told, **how: Any) -> Any:
     """Renders messages by the chat template of a tokenizer or a processor.
 
     Args:
-        told: what its template is told.
-        how: in which form it is returned.
+        told: what the template is told.
+        how: arguments for the form of the result.
     """
     require_known(by, told)
     ends = {} if told.keys() & {*ENDS} else end_of(messages)
@@ -83,19 +83,19 @@ def rendered(by: Any, messages: Any, told: Told, **how: Any) -> Any:
 
 
 def chat_ids(tokenizer: Any, messages: list[Any], told: Told) -> list[int]:
-    """Ids of chat messages, up to where the answer begins or goes on."""
+    """Returns the ids of chat messages, up to where the answer begins or goes on."""
     ids: list[int] = rendered(tokenizer, messages, told, return_dict=False)
     return ids
 
 
 def end_of(messages: Any) -> dict[str, bool]:
-    """How a chat template ends: a last message of the assistant goes on, else its turn begins."""
+    """Makes the template continue a last message of the assistant, or else begin its turn."""
     goes_on = bool(messages) and messages[-1].get("role") == "assistant"
     return {"continue_final_message" if goes_on else "add_generation_prompt": True}
 
 
 def require_chats(prompts: list[Any], each: list[Told]) -> None:
-    """Raises ValueError where something is told of chats, and none of the prompts is one."""
+    """Raises ValueError if the template is told something, and no prompt is a chat."""
     if any(each) and prompts and not any(map(is_chat, prompts)):
         raise ValueError(
             f"{NAME}: expected chat messages among the prompts, got none; text and ids pass no "

@@ -1,8 +1,8 @@
 """Draws a token for each row by its scores: by all of them, or by those of its candidates.
 
 Rows draw as `torch.multinomial` does, to the bit: its sample of one is `argmax(p / q)` with q
-exponential. That itself would wait for the device, and what is no distribution would end the
-process's work on a card instead of the row: here the first of both is NaN then.
+exponential. It is not called itself, because it waits for the device, and because a row whose
+probabilities are invalid would end the process's work on a card: here that row's `p / q` is NaN.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ class Scored:
 
     Attributes:
         at: their places among all rows, ascending.
-        scores: `[m, vocab]`; where there are candidates, before the rules that knew only these.
+        scores: `[m, vocab]`; where there are candidates, before the rules applied only to these.
         few: their candidates.
-        rules: those rules.
-        q: `[m, vocab]`, what they were drawn with; kept for what may have to be drawn again.
+        rules: the rules that were applied only to candidates.
+        q: `[m, vocab]`, the exponential numbers they were drawn with; kept to draw rows again.
     """
 
     at: list[int]
@@ -47,7 +47,7 @@ class Scored:
 
 
 def draw(generators: Sequence[torch.Generator], parts: Sequence[Scored]) -> tuple[Tensor, Tensor]:
-    """Draws for rows of one kind: the values that tokens were chosen by, and ids, `[n]` each.
+    """Draws for rows of one kind; returns the largest `p / q` and its id for each row, `[n]` each.
 
     Args:
         generators: one for each of the n rows of all parts.
@@ -74,7 +74,7 @@ class Redrawing:
         logits: `[n, vocab]` of all rows, if log-probabilities are asked for.
 
     Attributes:
-        unsure: `[n]`, on the device.
+        unsure: `[n]`, on the device: the rows that have to be drawn again.
     """
 
     def __init__(self, parts: Sequence[Scored], rows: int, logits: Tensor | None) -> None:
@@ -86,7 +86,7 @@ class Redrawing:
         self._parts, self._logits = parts, logits
 
     def tokens(self, places: Sequence[int]) -> list[tuple[int, float | None]]:
-        """The token of each of these rows, and its log-probability."""
+        """Draws the rows at these places again; returns each token and its log-probability."""
         return [self._token(place) for place in places]
 
     def _token(self, place: int) -> tuple[int, float | None]:
@@ -102,7 +102,7 @@ class Redrawing:
 
 
 def index_of(at: list[int], device: torch.device) -> Any:
-    """Places as an index that is there without waiting for the device."""
+    """Makes an index of places, without waiting for the device."""
     if at == list(range(at[0], at[0] + len(at))):
         return slice(at[0], at[0] + len(at))
     return sent(np.array(at), device)
@@ -115,8 +115,8 @@ def _joined(tensors: list[Tensor]) -> Tensor:
 def _exponentials(generators: Sequence[torch.Generator], like: Tensor) -> Tensor:
     """`[n, vocab]` exponential numbers, each row from its generator.
 
-    A card makes them on a stream of their own, beside the forward whose logits they are for: they
-    take one launch a row, and wait for nothing.
+    A card makes them on a stream of their own, while the forward computes the logits that they are
+    for: they take one launch a row, and depend on nothing.
     """
     shape = len(generators), like.shape[1]
     if not like.is_cuda:

@@ -18,10 +18,10 @@ from .prompts import Prompt, Refused, Unread, as_ids, as_python, has_images, tak
 
 
 class PromptEncoder:
-    """Makes ids of prompts; loads what that takes from beside the model's checkpoint.
+    """Makes ids of prompts; loads a tokenizer or processor from the model's checkpoint if needed.
 
     Args:
-        model: whose checkpoint has a tokenizer, where none is given.
+        model: its checkpoint has a tokenizer if none is given.
         given: a tokenizer, a processor, or None.
         takes_images: whether prompts may have images or audio.
 
@@ -37,7 +37,7 @@ class PromptEncoder:
         self.processor = given if is_processor else None
 
     def known(self, prompts: list[Prompt], chats: list[Told]) -> list[Ints | Unread]:
-        """Encodes a list. Beside prompts, an empty cell or another value becomes its row's error.
+        """Encodes a list of prompts. An empty cell or another value becomes its row's error.
 
         Raises:
             TypeError: none of them is a prompt.
@@ -65,7 +65,7 @@ class PromptEncoder:
             yield ids
 
     def one(self, prompt: Prompt, told: Told, place: int) -> Ints | Unread:
-        """Ids of a prompt, `[n]`; one with images is read later.
+        """Returns the ids of a prompt, `[n]`; a prompt with images is read later.
 
         Raises:
             TypeError, ValueError: it is no prompt, or cannot be encoded.
@@ -74,7 +74,7 @@ class PromptEncoder:
         return ids
 
     def text(self, ids: Sequence[int]) -> str | None:
-        """The text of new tokens; None without a tokenizer."""
+        """Decodes new tokens; None without a tokenizer."""
         if self.tokenizer is None:
             return None
         text: str = self.tokenizer.decode(ids, skip_special_tokens=True)
@@ -91,7 +91,7 @@ class PromptEncoder:
         return None
 
     def load_tokenizer(self) -> None:
-        """Loads the tokenizer beside the model's checkpoint, where there is none yet.
+        """Loads the tokenizer beside the model's checkpoint, if there is none yet.
 
         Raises:
             ValueError: the model was not loaded from a checkpoint.
@@ -106,12 +106,12 @@ class PromptEncoder:
 
     def _load_processor(self) -> None:
         if self.processor is None:
-            from transformers import AutoProcessor  # brings what reads images: texts do without
+            from transformers import AutoProcessor  # imports what reads images; texts do without
 
             name = self._model.config._name_or_path
             try:
                 self.processor = AutoProcessor.from_pretrained(name) if name else None
-            except Exception:  # none in there, or one that asks for what is not installed
+            except Exception:  # there is none, or it needs a package that is missing
                 self.processor = None
             if self.tokenizer is None:
                 self.tokenizer = getattr(self.processor, "tokenizer", None)
@@ -136,17 +136,17 @@ def encode(
     told: Sequence[Told] | None = None,
     first: int = 0,
 ) -> list[Ints | Unread]:
-    """Ids of every prompt, `[n]`: text as it stands, messages through the chat template.
+    """Returns ids of every prompt, `[n]`: text as it stands, messages through the chat template.
 
-    Those that may have images are left to be read later, since pixels take memory.
+    Prompts that may have images are read later, since pixels take memory.
 
     Args:
         told: what the template of each prompt is told; by default nothing.
         first: the place of the first prompt in its call.
 
     Raises:
-        TypeError: a prompt is none of these.
-        ValueError: a template is told what it does not know.
+        TypeError: something given is no prompt.
+        ValueError: a template does not know what it is told.
     """
     texts = [i for i, prompt in enumerate(prompts) if isinstance(prompt, str)]
     encoded = list(prompts)
@@ -168,11 +168,11 @@ def encode(
 
 
 def needs_tokenizer(prompt: Prompt) -> bool:
-    """Whether a prompt is made of words."""
+    """Whether a prompt is text, or chat messages of text alone."""
     return isinstance(prompt, str) or (is_chat(prompt) and not has_images(prompt))
 
 
 def _has_own_template(processor: Any, tokenizer: Any) -> bool:
-    """Whether only the processor knows how messages become a text."""
+    """Whether the processor has a chat template and the tokenizer has none."""
     own, its = (getattr(one, "chat_template", None) for one in (processor, tokenizer))
     return bool(own) and not its

@@ -1,9 +1,9 @@
 """How long a job will take: how many steps and tokens are to come, and what these cost.
 
-Rows end when they like, and the short ones end first. So what those that ended have got is no
-measure for the others: a row is expected to go on as rows of its age did, among those that ended
-and those that run still (a Kaplan-Meier estimate). Nobody knows what lies beyond the oldest row
-seen, so there are two answers: as if all rows ended there, and as if few did before their limits.
+Short rows end first, so the lengths of rows that have ended are no measure for the others. Instead,
+a row is expected to go on as all rows of its age did, those that ended and those that still run (a
+Kaplan-Meier estimate). Nobody knows what lies beyond the oldest row seen, so there are two answers:
+one as if all rows ended there, and one as if few of them ended before their limits.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
 LONGEST = 2**16  # tokens of a row that are looked ahead
 POINTS = 256  # times at which it is asked whether all rows have ended
-SLOWER = 3  # how much less often rows end that are older than any seen, at most
-NEVER = 1e-13  # in the place of a chance of 0, whose logarithm is none
+SLOWER = 3  # by the second answer, rows older than any seen end so many times less often
+NEVER = 1e-13  # stands for a chance of 0, which has no logarithm
 
 
 class Span(NamedTuple):
@@ -35,8 +35,8 @@ class Forecast:
     """Estimates what is left of a job of rows that generate.
 
     Args:
-        stats: the generator's, of the call that runs them.
-        rows: says which rows run; asked once for each forecast.
+        stats: the generator's `stats` of the call.
+        rows: returns the rows that run; called once for each forecast.
         limits: tokens that each prompt's rows may get.
         prompts: tokens of each prompt that have to be computed, without those that another has in
             common with it; None where nobody has read it yet.
@@ -70,7 +70,7 @@ class Forecast:
             self._tokens -= tokens or 0
 
     def left(self) -> Span | None:
-        """How long it may still take; None before there is anything to tell it by."""
+        """Returns how long the job may still take; None until there is something to tell it by."""
         running, waiting = self._rows(), self._coming.copy()
         tokens, unread = self._tokens, self._unread
         for row in running:
@@ -83,7 +83,7 @@ class Forecast:
             return Span(0.0, 0.0)
         waits = max(0, int(waiting.sum()))
         if waits and not (self._stopped + self._cut)[1:].any():
-            return None  # how many rows run at once shows when one has made room
+            return None  # only when a row has made room is it known how many run at once
         begun = self._ended + len(running)
         read = max(0, self._stats.computed - self._stats.new_tokens + begun)
         prompts = tokens + (unread * read / begun if unread and begun else 0)
@@ -99,26 +99,26 @@ class Forecast:
         return Span(*sorted(found))
 
     def _curves(self, ages: Floats) -> tuple[Floats, Floats]:
-        """The least and the most chance that a row outgrows each length."""
+        """Returns the least and the greatest chance that a row outgrows each length."""
         size = len(self._coming)
         cut = self._cut + np.bincount(np.minimum(ages, size - 1), minlength=size)
         seen = (self._stopped + cut)[::-1].cumsum()[::-1]  # rows that were seen at each length
         oldest = int(np.flatnonzero(seen).max(initial=0))
         least = np.cumprod(1 - self._stopped / np.maximum(seen, 1))
         least[oldest + 1 :] = 0
-        # With one more row, which outgrew all; beyond them few end: a third of the usual share.
+        # Assume one more row that outgrew all, and beyond them a third of the usual share of ends.
         share = self._stopped.sum() / max(1, seen[1:].sum()) / SLOWER
         ends = np.where(np.arange(size) > oldest, share, self._stopped / (seen + 1))
         return least, np.cumprod(1 - ends)
 
 
 def _to_come(curve: Floats, running: Floats, waiting: Floats) -> tuple[float, float]:
-    """Steps and tokens that are expected of the rows of a job.
+    """Returns the steps and tokens that are expected of the rows of a job.
 
     Args:
-        curve: of each length the chance that a row outgrows it.
-        running: `[2, n]`, what the rows that run have got, and may get.
-        waiting: how many rows wait, by what they may get.
+        curve: for each length, the chance that a row outgrows it.
+        running: `[2, n]`, the tokens that running rows have got, and those they may get.
+        waiting: how many rows wait, by the tokens they may get.
     """
     longest, waits = len(curve) - 1, waiting.sum()
     ages, limits = running
@@ -126,15 +126,15 @@ def _to_come(curve: Floats, running: Floats, waiting: Floats) -> tuple[float, fl
     ahead = np.append(0, curve.cumsum())  # tokens up to each length
     rest = (ahead[np.maximum(limits, ages)] - ahead[ages]) / here
     tokens = np.maximum(rest, 1).sum()
-    # A row that waits: whether it goes on at each length, with its limit looked at.
+    # The chance that a waiting row goes on at each length, its limit considered.
     above = waiting[::-1].cumsum()[::-1]
     goes_on = curve * np.append(above[1:], 0) / max(waits, 1)
     mean = max(goes_on.sum(), 1.0)
     tokens += waits * mean
-    # Each row that ends makes room for one. So the last begins at:
+    # Each row that ends makes room for another, so the last one begins at the step `begin`.
     between = mean / max(1, len(ages))
     begin = waits * between
-    # At the time t all have ended with the product of the chances that each has.
+    # The chance that all rows have ended at a time is the product of their chances.
     times = np.unique(np.linspace(0, longest, min(POINTS, longest + 1), dtype=int))
     then = ages + times[:, None] + int(begin)
     over = curve[np.minimum(then, longest)] * (then < limits) / here

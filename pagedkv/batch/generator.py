@@ -67,28 +67,28 @@ class BatchGenerator:
         tokenizer: for prompts given as text, or the model's processor for images and audio;
             default the one saved with the model's checkpoint.
         cache: pages to use; default the model's own, shared with its `PagedCache`s.
-        plan: what sizes the model's own pages, and the two widths below.
+        plan: sizes the model's own pages and the two widths below.
         max_tokens: token slots of those pages; default as for `PagedCache`.
         step_tokens: most tokens computed in one step, by default the plan's, or 1024, on a card up
             to 8192 where it has memory for them. Fewer let decoding rows wait less for prompts,
             more compute prompts faster.
         verify_width: most tokens of a decoding row in one step, by default the plan's, or 1 (5 with
             a `draft`). All but the first are drafts, looked up in the row's own text; those that
-            turn out right are kept. Results are the same for any width, but for `int4`,
-            `retention` and `read_tokens`, where attention depends on the cut into steps. More
-            than 1 pays where a step of more tokens takes no longer.
+            turn out right are kept. Results are the same for any width, except with `int4`,
+            `retention` and `read_tokens`, where attention depends on how a text is cut into steps.
+            More than 1 pays if a step of more tokens takes no longer.
         draft: a smaller model of the same vocabulary, on the same device, that makes the drafts
-            instead. It gets pages of its own, for as many tokens as `cache` has, and each row
-            drafts by how many of its last ones were right. It pays where a step of it takes a
-            small part of the model's, and much of what it says is right.
-        pack_weights: on a CPU, multiply with weights that are packed into blocks once, in place of
+            instead. It gets pages of its own, for as many tokens as `cache` has. The more of a
+            row's last drafts were right, the more it gets. A draft pays if its step takes a small
+            part of the model's time, and many of its tokens are right.
+        pack_weights: on a CPU, multiply with weights that are packed into blocks once, instead of
             in every step. It takes at most as many bytes again as the weights of linear layers, and
-            is quicker the fewer tokens a step has; see docs/generate.md. `auto` packs where that
+            gains the more, the fewer tokens a step has; see docs/generate.md. `auto` packs if that
             takes at most half of the free memory, or what `plan` counts for it. A model that cannot
-            be packed runs as it is; with True a warning says so. `int8`, in float32, rounds
-            weights, but for embeddings and the head, and what they are multiplied with to 8 bits:
-            half the bytes again, and answers that are not quite the model's. Prefixes are shared
-            only among generators with it.
+            be packed runs as it is; with True a warning says so. `int8`, in float32, rounds weights
+            (not those of embeddings and head) and what they are multiplied with to 8 bits: it takes
+            half the bytes again, answers are not quite the model's, and prefixes are shared only
+            among generators with `int8`.
         batch_invariant: on a CPU, give a row the same bits alone and in any batch, in steps of any
             width and pages of any size, in float32 and bfloat16; refused where that cannot be. See
             docs/howto/rollouts.md for what it costs.
@@ -216,9 +216,9 @@ class BatchGenerator:
     ) -> Iterator[Result]:
         """Yields results as they finish; arguments as for `generate`, which are checked at once.
 
-        Prompts of an iterator are read as rows leave, up to a few hundred ahead. What is wrong with
-        one of them is its row's error; what the iterator raises is raised after the rows that it
-        gave before. A list that does not fit into the pages together is taken prefix by prefix.
+        Prompts of an iterator are read as rows leave, up to a few hundred ahead. A wrong prompt is
+        its row's error; an error of the iterator is raised after the rows that it gave before. A
+        list that does not fit into the pages together is taken prefix by prefix.
 
         A paused stream keeps its pages. Other rows of its thread that need those pages end as
         errors; rows of other threads wait.
@@ -234,7 +234,7 @@ class BatchGenerator:
     def _ready(
         self, prompts: Any, salt: Any, told: Any, options: dict[str, Any]
     ) -> tuple[PromptQueue, bool, GenerationOptions]:
-        """The prompts of a call, whether some may have images, and its options; all checked."""
+        """Checks a call; returns its prompts, whether some may have images, and its options."""
         require_prompts(prompts)
         self._require_ready()
         require_here(options)
@@ -251,12 +251,12 @@ class BatchGenerator:
         )
         source = PromptQueue(ids, {"salt": salts, **chosen.own}, every is not None)
         known = [] if every is None else [one for one in ids if not isinstance(one, Unread)]
-        if sum(map(len, known)) > self.cache.config.max_tokens:  # else all prefixes stay
+        if sum(map(len, known)) > self.cache.config.max_tokens:  # else all prefixes stay stored
             source.put_together(self.cache.config.page_size)
         return source, may_see, chosen
 
     def events(self, *, logprobs: bool = False) -> Events:
-        """Rows that are added while others run, and each token as an event.
+        """Returns `Events`: rows are added while others run, and each token is an event.
 
         One thread reads the events, and so takes the steps; any thread may add rows and cancel
         them. `docs/howto/events.md` shows it, and `async_events` for `asyncio`.
@@ -317,7 +317,7 @@ class BatchGenerator:
             chat_template_kwargs: a dict or a list of them, as for `generate`.
 
         Raises:
-            ValueError, TypeError: prompts or continuations that are none, before any work.
+            ValueError, TypeError: invalid prompts or continuations, before any work.
         """
         every = self.cache.ranks.agree(partial(as_list, prompts))
         said: dict[str, Any] = {"salt": salt, CHATS: chat_template_kwargs}
@@ -343,7 +343,7 @@ class BatchGenerator:
     def _ready_to_score(
         self, prompts: Any, continuations: Any, salt: Any, told: Any
     ) -> PromptQueue:
-        """The contexts of a call, checked."""
+        """Checks a call of `score`; returns its contexts."""
         prompts = as_list(prompts)
         self._require_ready()
         salts = list(each_of("salt", salt, len(prompts)))
@@ -366,10 +366,10 @@ class BatchGenerator:
         ]
 
     def warm_up(self, workers: int | None = None) -> int:
-        """Compiles the kernels that steps of this model launch, before the first of them waits.
+        """Compiles the kernels that steps of this model launch, so that no step waits for them.
 
         The model computes a few hundred tokens for it. Where attention is not Triton's, there is
-        nothing to do. Of several processes that share a model, all call it.
+        nothing to do. If several processes share the model, all of them have to call it.
 
         Args:
             workers: processes that compile; default one for each core.
@@ -386,7 +386,7 @@ class BatchGenerator:
             return sum(compile_for(one, workers) for one in (self._packed, *drafting))
 
     def close(self) -> None:
-        """Takes back the switch to paged attention. Idempotent."""
+        """Detaches the model from paged attention. Idempotent."""
         self._packed.close()
         if self._draft is not None:
             self._draft.close()
@@ -451,7 +451,7 @@ class BatchGenerator:
             packed.require_same_kind()
             packed.require_caching()
         self._packed.warn_of_hooks()
-        forget_dead()  # the step of a `PagedCache` that an interrupt left open is in the way
+        forget_dead()  # an interrupt may have left a step of a `PagedCache` open
 
     def _result(self, row: Row, logprobs: bool) -> Result:
         return Result(

@@ -1,11 +1,11 @@
 """Decoding steps as captured CUDA graphs: one launch for a whole forward.
 
-A graph is captured for a number of rows and replayed for any step of at most so many; the rows that
-are left over are empty. What changes from step to step lies in buffers whose addresses last, and
-the work of a step is cut on the device, so nothing else does.
+A graph is captured for a number of rows and replayed for every step of at most that many rows; the
+rows left over are empty. The launches are the same in every step: all that changes lies in buffers
+with lasting addresses, and the device itself divides the work of a step.
 
-A capture costs as much as some hundred replays save, so a number of rows has to come back before
-it gets a graph of its own; until then the next larger one is replayed.
+A capture costs as much as a few hundred replays save. So a number of rows gets a graph of its own
+only after it has come back several times; until then the next larger graph is replayed.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ if TYPE_CHECKING:
 
 Forward = Callable[[], Tensor]
 Replay = Callable[[], None]
-WARM_UP = 2  # forwards before a capture: what is compiled or allocated once is so by then
-AFTER = 16  # steps of a size until it is captured
-ATTEMPTS = 2  # captures in a row that fail; one may be another thread's doing, two are the model's
+WARM_UP = 2  # forwards before a capture, which compile and allocate what is needed once
+AFTER = 16  # steps of a size before a graph is captured for it
+ATTEMPTS = 2  # failed captures in a row: another thread may spoil one, two are the model's fault
 
 
 def capture(forward: Forward, device: torch.device, pool: Any) -> tuple[Replay, Tensor]:
-    """Captures a forward; returns what replays it, and the tensor that it writes.
+    """Captures a forward; returns a function that replays it, and the tensor that it writes.
 
-    What other threads do with the device meanwhile is theirs: a capture that watched all of them
-    would fail because a loader pins memory.
+    The capture ignores what other threads do with the device meanwhile: one that watched all
+    threads would fail when a data loader pins memory.
     """
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
@@ -46,15 +46,15 @@ def capture(forward: Forward, device: torch.device, pool: Any) -> tuple[Replay, 
 
 
 def can_capture(packed: PackedModel) -> bool:
-    """Whether decoding steps of a model are the same launches on the same addresses each time."""
+    """Whether a model's decoding steps make the same launches on the same addresses each time."""
     kv = packed.kv
     return (
         not kv.config.states
-        and kv.ranks.size == 1  # transfers between ranks were never captured
+        and kv.ranks.size == 1  # capturing transfers between ranks was never tried
         and kv.backend == "triton"
         and kv.device.type == "cuda"
         and not kv.placement.is_divided
-        # Weights that are streamed have another address in every pass.
+        # Streamed weights have other addresses in every pass.
         and not any(parameter.is_meta for parameter in packed.model.parameters())
     )
 
@@ -63,8 +63,8 @@ class DecodeGraphs:
     """The graphs of one packed model.
 
     Args:
-        capture: turns a forward into what replays it.
-        after: steps of a size until it is captured.
+        capture: captures a forward, as the function `capture` does.
+        after: steps of a size before a graph is captured for it.
     """
 
     def __init__(self, packed: PackedModel, capture: Any = capture, after: int = AFTER) -> None:
@@ -72,13 +72,13 @@ class DecodeGraphs:
         self._capture = capture
         self._after = after
         self._replays: dict[int, tuple[Replay, Tensor]] = {}  # by rows
-        self._uses: Counter[int] = Counter()  # steps of each size since a capture failed
-        self._sharing: set[int] = set()  # groups in which rows of some step shared a prefix
+        self._uses: Counter[int] = Counter()  # steps of each size since its last failed capture
+        self._sharing: set[int] = set()  # layer groups in which rows have ever shared a prefix
         self._rooms: dict[tuple[int, int], Any] = {}  # by rows and group
         self._weights: tuple[Any, ...] = ()
         self._pool = torch.cuda.graph_pool_handle() if packed.kv.device.type == "cuda" else None
-        # Of captures in a row. What an indexer chooses is asked of the device, row by row, and what
-        # rows share is planned for one count of query heads.
+        # Failed captures in a row. Two kinds of models begin with all attempts used: an indexer's
+        # choice is read back from the device, and shared prefixes need one count of query heads.
         kinds = layer_kinds(text_config(packed.model))
         chooses = any(kind.indexer is not None for kind in kinds)
         never = chooses or query_heads(packed.model) is None
@@ -90,13 +90,13 @@ class DecodeGraphs:
         return self._failures >= ATTEMPTS
 
     def logits(self, step: StepMetadata) -> Tensor | None:
-        """Logits `[B, vocab]` of a step of one token a row; None if it has to run without a graph.
+        """Returns logits `[B, vocab]` of a step of one token a row; None if no graph can run it.
 
         The tensor is overwritten by the next call.
         """
         if self.refused or step.num_tokens != len(step.seqs):
             return None
-        if step.queries is not None:  # what it looks at is no part of a graph
+        if step.queries is not None:  # a policy watches them, which graphs cannot
             return None
         rows, config = len(step.seqs), self._packed.kv.config
         size = padded_size(rows, min(config.max_sequences, config.max_step_tokens))
@@ -110,14 +110,14 @@ class DecodeGraphs:
             return None
         replay, out = self._replays[size]
         replay()
-        step.mark_written()  # a forward that leaves layers out is not captured
+        step.mark_written()  # no captured forward leaves layers out
         return out[:rows]
 
     def _shared(self, step: StepMetadata, size: int) -> dict[int, Any]:
-        """Returns the work of prefixes that rows share, by group, at places that graphs read.
+        """Returns the work of shared prefixes, by group, in the buffers that graphs read.
 
-        Graphs read it for every group in which rows ever shared some, so that a row that leaves
-        and ends the sharing calls for no other graph.
+        Graphs read a buffer for every group in which rows have ever shared a prefix, so no other
+        graph is needed when a row leaves and the sharing ends.
         """
         from pagedkv.attention import on_triton  # there are no graphs where there is no Triton
 
@@ -141,7 +141,7 @@ class DecodeGraphs:
     def forget_stale(self) -> None:
         """Drops the graphs if the model's weights have moved, or other adapters act.
 
-        Graphs hold on to addresses, and to which of them are read.
+        A graph has recorded the addresses of weights, and which of them it reads.
         """
         model = self._packed.model
         places = (tensor.data_ptr() for tensor in (*model.parameters(), *model.buffers()))
@@ -151,14 +151,14 @@ class DecodeGraphs:
         self._weights = now
 
     def _record(self, size: int, padded: StepMetadata) -> bool:
-        """Captures a forward of such steps; returns whether that worked."""
+        """Captures a forward of steps of a size; returns whether that worked."""
         device = padded.positions.device
         forward = self._packed.logits
         try:
             for _ in range(WARM_UP):
                 forward(padded.again())
             self._replays[size] = self._capture(lambda: forward(padded.again()), device, self._pool)
-        except RuntimeError as error:  # a forward that asks the device for a number, say
+        except RuntimeError as error:  # for example because the forward reads a number back
             self._uses[size] = 0
             self._failures += 1
             if self.refused:
@@ -171,6 +171,6 @@ class DecodeGraphs:
 
 
 def padded_size(rows: int, most: int) -> int:
-    """Returns the rows of a graph for `rows`: few sizes, from 64 on at most an eighth is empty."""
+    """Returns the rows of a graph for `rows`: few sizes, of which less than a fifth is empty."""
     step = 1 << max(0, (rows - 1).bit_length() - 3)
     return min(-(-rows // step) * step, most)

@@ -1,7 +1,7 @@
 """Decides which prompts wait for one another, so that a prefix is computed once.
 
-A prompt that shares more with one still being computed than is stored so far waits for that,
-instead of computing it again beside it.
+If a prompt shares more with one that is still being computed than is stored so far, it waits for
+that prompt instead of computing the same tokens beside it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class Heads:
 
     Args:
         page_size: tokens of a page; less is not worth waiting for.
-        rows: the prompts that are computed when admission begins.
+        rows: the prompts that are being computed when admission begins.
     """
 
     def __init__(self, page_size: int, branches: Branches, rows: Iterable[Row]) -> None:
@@ -30,15 +30,15 @@ class Heads:
 
     def add(self, row: Row) -> None:
         """Adds a row that has joined, if a part of its prompt is still to be computed."""
-        if row.done < len(row.prompt):  # behind it rows of one prompt part
+        if row.done < len(row.prompt):  # samples of one prompt part behind it
             self._by_head.setdefault(self._head(row), []).append(row)
 
     def _head(self, row: Row) -> tuple[Salt, bytes]:
-        """The salt and tokens two rows have in common if waiting for one another is worth it."""
+        """Returns the salt and first tokens; rows that differ here do not wait for one another."""
         return up_to(row.salt, self._size), row.key[: row.prompt.itemsize * self._size]
 
     def delay(self, row: Row) -> bool:
-        """Whether a row that computes its prompt now will hold more of this one's than it does."""
+        """Whether this row has to wait for another one that is computing tokens they share."""
         if row.waits_for is not None:
             other, shared = row.waits_for
             if other.seq != NOT_RUNNING and other.is_prefilling and other.done < shared:
@@ -48,7 +48,7 @@ class Heads:
         for other in self._by_head.get(self._head(row), ()):
             salted = shared_tokens(row.salt, other.salt, self._size)
             shared = min(shared_length(ids, other.ids), salted)
-            # Even for a token: equal prompts that start together are computed once.
+            # One token is enough: equal prompts that start together are computed once.
             if shared > other.done and self._branches.counts(row, shared):
                 row.waits_for = other, shared
                 self._branches.cut(other, shared)

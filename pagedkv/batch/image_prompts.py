@@ -1,4 +1,4 @@
-"""Prompts with images: what stands in them, and the text by which their prefixes are found."""
+"""Prompts with images: their ids and inputs, and the text by which their prefixes are found."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ class ImagePrompt:
     """A prompt with images.
 
     Attributes:
-        ids: `[n]`, what stands in the prompt.
-        text: `[n]`, the same with numbers of their image for image tokens.
+        ids: `[n]`, the ids of the prompt.
+        text: `[n]`, the ids, but for an image token a number made from its image.
         inputs: what a processor made of the prompt beside its ids.
         places: `[m]`, where image tokens are.
-        positions: `[axes, n]` of its tokens; None where these are counted like text.
-        offset: how far what follows is ahead of a count of tokens; mostly below 0.
-        features: what stands for image tokens, while its rows are computing them.
+        positions: `[axes, n]` of its tokens; None if these are counted like text.
+        offset: how far positions behind the prompt are ahead of a count of tokens; mostly below 0.
+        features: the features of image tokens, while its rows are computing them.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class ImagePrompt:
 
 
 def as_tensor(name: str, value: Any) -> Any:
-    """A processor's value: a tensor, or one of Python's plain ones."""
+    """Returns a processor's value as a tensor, or as a plain value of Python."""
     if isinstance(value, (np.ndarray, list, tuple)):
         try:
             return torch.as_tensor(np.asarray(value), device="cpu")

@@ -1,7 +1,7 @@
 """One call of `BatchGenerator`: its prompts become rows, and steps are computed until all ended.
 
-A step is scheduled, run and booked, in this order and by three parts that do not know one another.
-Between two steps other threads have their turn on the same pages.
+The scheduler composes a step, the runner computes it, and the scheduler books it; the two do not
+know each other. Between two steps other threads have their turn on the same pages.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from .step_images import StepImages
 
 
 class Job:
-    """The rows of one call; `_rows` says which a prompt has.
+    """The rows of one call; `_rows` makes those of a prompt.
 
     Args:
         source: the prompts, each with its salt; some may have to be read first.
-        sight: what sees for them; None where all are ids.
+        sight: runs the model on their images; None if all are ids.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class Job:
             raise self._source.error
 
     def _begin(self) -> None:
-        """Looks at the model's weights: pages of others are not found behind changed ones."""
+        """Checks the model's weights: if they have changed, no earlier prefix is found."""
         self._packed.require_same_kind()
         self._packed.forget_stale()
         self._adapters = self._packed.adapters()
@@ -132,7 +132,7 @@ class Job:
             return ended
         except BaseException:
             self._scheduler.rows.close()
-            with suppress(ModelChangedError):  # which rows that have not ended did not see
+            with suppress(ModelChangedError):  # asked only to forget prefixes
                 self._packed.require_adapters(self._adapters)
             raise
 
@@ -195,7 +195,7 @@ class Job:
             scheduler.rows.fail_waiting("max_time: it was over before this row could begin")
 
     def _rows(self, coming: Coming) -> list[Row]:
-        """The rows of a prompt, some of them perhaps with an error; at least one."""
+        """Makes the rows of a prompt, at least one; a row may have an error."""
         raise NotImplementedError
 
     def _what_is_wrong(self, ids: Any, what: str = "prompt") -> str | None:
@@ -215,8 +215,8 @@ class GenerationJob(Job):
     """A job whose rows generate.
 
     Args:
-        options: the rules of its rows; None where each prompt has its own.
-        job: what `Job` takes.
+        options: the rules of its rows; None if each prompt has its own.
+        job: the arguments of a `Job`.
     """
 
     def __init__(self, options: GenerationOptions | None, *job: Any) -> None:
@@ -228,7 +228,7 @@ class GenerationJob(Job):
         return self._options is not None and self._options.is_over
 
     def _rows(self, coming: Coming) -> list[Row]:
-        """The rows of a prompt, one for each sample, some of them perhaps with an error."""
+        """Makes the rows of a prompt, one for each sample; a row may have an error."""
         index, own, options = coming.place, coming.own, self._options_of(coming)
         ids, images, wrong = self._read(coming.prompt)
         wrong = wrong or options.what_is_wrong(index, own)
@@ -252,7 +252,7 @@ class GenerationJob(Job):
         return self._options
 
     def _read(self, given: Any) -> tuple[Any, ImagePrompt | None, str | None]:
-        """The ids of a prompt, its images if it has any, and what is wrong with it."""
+        """Returns the ids of a prompt, its images if it has any, and what is wrong with it."""
         if not isinstance(given, Unread):
             return given, None, self._what_is_wrong(given)
         ids, images = np.empty(0, np.int64), None

@@ -8,11 +8,11 @@ from torch import Tensor
 from pagedkv.kernels.c.library import missing
 from pagedkv.kernels.c.log_sums import log_sums
 
-AT_ONCE = 64  # rows of logits whose sum is taken together, which may need a copy of them
+AT_ONCE = 64  # rows of logits that are summed in one call, which may copy them to float32
 
 
 def logprobs_of(logits: Tensor, rows: Tensor, ids: Tensor) -> Tensor:
-    """`[n]` float32: of a row the logarithm of the sum is subtracted once, from one logit.
+    """`[n]` float32: a token's logit less the log-sum-exp of its row, computed once for the row.
 
     Args:
         logits: `[rows, vocab]`.

@@ -1,4 +1,4 @@
-"""The prompts of a job of which most had to be computed, and why (`PagedKVCache.explain`)."""
+"""The prompts for which a job computed the most tokens, and why (`PagedKVCache.explain`)."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ class Misses:
 
     @contextmanager
     def watching(self, cache: PagedKVCache) -> Iterator[None]:
-        """Explains every prompt that is added to a cache, before it is."""
+        """Explains every prompt just before it is added to a cache."""
         add: Any = cache.add
 
         def explained(tokens: Any = None, **options: Any) -> int:
-            # A row that was put back, or found no room, comes again: it was explained.
+            # A row that was put back or found no room is added again: only its first time counts.
             known = tokens is not None and np.asarray(tokens, np.int32).tobytes()
             place = self._places.pop(known, None) if known else None
             if place is not None:
@@ -54,5 +54,5 @@ class Misses:
             del self._found[MOST:]
 
     def __iter__(self) -> Iterator[tuple[int, Explanation]]:
-        """The places of prompts and what is known of each, the most expensive first."""
+        """Gives the places of prompts with their explanations, the most expensive first."""
         return iter(self._found)

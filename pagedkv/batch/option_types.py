@@ -1,4 +1,4 @@
-"""Checks the types of a caller's options, by name: transformers checks few, and names fewer."""
+"""Checks the types of a caller's options: transformers checks few, and its errors name fewer."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ LONGEST_NGRAM = 2**16
 
 
 def is_int(value: Any) -> bool:
-    """Whether it counts: also an integer of numpy's or torch's, but no truth value."""
+    """Whether a value is an integer, also one of numpy's or torch's, but no truth value."""
     return hasattr(value, "__index__") and not isinstance(value, (bool, np.bool_))
 
 
 def is_number(value: Any) -> bool:
-    """Whether it measures."""
+    """Whether a value is a number, but no truth value."""
     return hasattr(value, "__float__") and not isinstance(value, (bool, np.bool_))
 
 
@@ -62,7 +62,7 @@ def _decay(value: Any) -> bool:
     return pair and is_int(value[0]) and is_number(value[1])
 
 
-# names; what they must be, in words; whether a value is
+# Names of options; what their values must be, in words and as a check.
 _TABLE: list[tuple[str, str, Callable[[Any], bool]]] = [
     (
         "max_new_tokens max_length num_return_sequences num_beams",
@@ -74,7 +74,7 @@ _TABLE: list[tuple[str, str, Callable[[Any], bool]]] = [
         "an int from 0 on",
         lambda x: is_int(x) and x >= 0,
     ),
-    (  # transformers makes as many lists of a text
+    (  # transformers copies a text as many times
         "no_repeat_ngram_size encoder_no_repeat_ngram_size",
         f"an int from 0 to {LONGEST_NGRAM}",
         lambda x: isinstance(x, int) and is_int(x) and 0 <= x <= LONGEST_NGRAM,
@@ -143,23 +143,23 @@ KINDS |= {name: (words, fits) for names, words, fits in _TABLE for name in names
 
 
 def require_kinds(options: Mapping[str, Any]) -> None:
-    """Raises for the first option that is not what its name asks for; None is none."""
+    """Raises for the first option whose value does not fit its name; None means not given."""
     for name, value in options.items():
         if value is None or name not in KINDS:
             continue
         words, fits = KINDS[name]
         try:
             good = bool(fits(value))
-        except (TypeError, ValueError, RuntimeError):  # no order, or of several elements
+        except (TypeError, ValueError, RuntimeError):  # no order, or several elements
             good = False
         if not good:
-            # Of a number it is the value that is wrong.
+            # If it is a number, its value is wrong, not its type.
             kind = ValueError if is_number(value) else TypeError
             raise kind(f"{name}: expected {words}, got {value!r}")
 
 
 def require_callables(name: str, value: Any) -> list[Any]:
-    """The list that was given; None is an empty one."""
+    """Returns the list that was given; an empty one for None."""
     if value is None:
         return []
     if not isinstance(value, Sequence) or not all(map(callable, value)):
@@ -168,7 +168,7 @@ def require_callables(name: str, value: Any) -> list[Any]:
 
 
 def require_stateless(processors: Sequence[Any], rows: int) -> None:
-    """Raises for a processor that follows the text of one row, where there are several."""
+    """Raises for a processor that follows the text of one row, if there are several rows."""
     for processor in processors if rows > 1 else ():
         packages = {base.__module__.split(".")[0] for base in type(processor).__mro__}
         if packages & STATEFUL_PACKAGES or isinstance(processor, STATEFUL):

@@ -48,7 +48,7 @@ WITHOUT_IDS = (
     generation.TopPLogitsWarper,
     generation.TypicalLogitsWarper,
 )
-# These do, and change every row of scores by its own ids alone, all rows having as many.
+# These look at ids, and change every row of scores by its own ids alone, if rows are equally long.
 BY_IDS = (
     generation.ExponentialDecayLengthPenalty,
     generation.ForcedBOSTokenLogitsProcessor,
@@ -70,7 +70,7 @@ class GenerationOptions:
     """The options of one call, for all its prompts.
 
     Args:
-        model: whose `generation_config` gives what is not said here.
+        model: its `generation_config` gives the options that are not given here.
         prompts: how many there are; None if nobody knows, because they are read as rows leave.
         options: transformers' options; `max_new_tokens`, `temperature` and `seed` may be lists
             with one value per prompt. A temperature of 0 in a list is greedy.
@@ -110,7 +110,7 @@ class GenerationOptions:
         self._make = processors
         self._allowed = prefix_allowed_tokens_fn
         self._vocabulary = text_config(model).vocab_size
-        self._device = device_of(model)  # which looks at parameters, too long for each prompt
+        self._device = device_of(model)  # asked once, because it looks at parameters
         self.own: dict[str, Iterable[Any]] = {}
         given: dict[str, Any] = {"seed": seed, **{name: options.get(name) for name in EACH}}
         for name, one_or_more in given.items():
@@ -145,7 +145,7 @@ class GenerationOptions:
         self.samples = self._config.num_return_sequences or 1
         require_stateless(self._custom[0], (2 if prompts is None else prompts) * self.samples)
         self._checked: dict[Any, tuple[GenerationConfig, StoppingCriteriaList]] = {}
-        self._known: dict[Any, RowRules] = {}  # of prompts with these values and this length
+        self._known: dict[Any, RowRules] = {}  # by a prompt's values and length
         known = [self.own[name] for name in self._each] if prompts is not None else []
         for every in set(zip(*known)) or {()}:
             self._for_values(every)
@@ -153,7 +153,7 @@ class GenerationOptions:
 
     @property
     def said(self) -> list[Any]:
-        """The options of the call, to be compared with those of other processes."""
+        """The options of the call, to compare them between processes."""
         kinds = [[type(one).__qualname__ for one in own] for own in self._custom]
         own = [self._make is None, self._allowed is None, self._seed, sorted(self.own)]
         return [self._config.to_dict(), kinds, own]
@@ -185,7 +185,7 @@ class GenerationOptions:
         return None
 
     def _for_values(self, values: tuple[Any, ...]) -> tuple[GenerationConfig, StoppingCriteriaList]:
-        """Options and stopping criteria of prompts with these values; checked and built once."""
+        """Returns options and stopping criteria for prompts with these values; makes them once."""
         if values not in self._checked:
             config = copy.deepcopy(self._config)
             own = dict(zip(self._each, values))
@@ -195,19 +195,19 @@ class GenerationOptions:
             self.model._prepare_special_tokens(config, device=self._device)
             self._processors(config, torch.zeros(1, 1, dtype=torch.long, device="cpu"), 0, [])
             if config.max_new_tokens is not None:
-                config.max_length = None  # else transformers tells for every prompt which one wins
-            if len(self._checked) >= MOST_CHECKED:  # of values that are read there is no end
+                config.max_length = None  # else transformers warns for every prompt which one wins
+            if len(self._checked) >= MOST_CHECKED:  # values from an iterator may never end
                 self._checked.clear()
             self._checked[values] = config, self._criteria(config)
         return self._checked[values]
 
     def rules(self, index: int, sample: int, prompt: Any, own: Mapping[str, Any]) -> RowRules:
-        """The rules of one sample of a prompt.
+        """Returns the rules of one sample of a prompt.
 
         Args:
             index: the prompt's place.
             prompt: `[n]` ids.
-            own: what the prompt has of `own`.
+            own: the prompt's own values, by option.
 
         Raises:
             ValueError: the prompt is as long as its text may become, its processors cannot be made,
@@ -217,7 +217,7 @@ class GenerationOptions:
         alike = values, len(prompt)
         if (rules := self._known.get(alike)) is None:
             rules = self._new_rules(values, index, sample, prompt, own)
-            if rules.ids is None and self._make is None:  # no more than its length is the prompt's
+            if rules.ids is None and self._make is None:  # only the prompt's length matters
                 if len(self._known) >= MOST_CHECKED:
                     self._known.clear()
                 self._known[alike] = rules
@@ -247,7 +247,7 @@ class GenerationOptions:
         kinds = {type(processor) for processor in processors}
         by_text = bool(made) or not kinds <= {*WITHOUT_IDS}
         alike: Any = (config.do_sample, config.temperature)
-        if by_text:  # transformers makes them of a configuration and the prompt's length
+        if by_text:  # they depend on the configuration and the prompt's length alone
             known = not made and kinds <= {*WITHOUT_IDS, *BY_IDS}
             alike = (values, ids.shape[1]) if known else None
         return RowRules(
@@ -262,7 +262,7 @@ class GenerationOptions:
         )
 
     def _made(self, index: int, sample: int) -> list[Any]:
-        """The processors that the caller makes for one row."""
+        """Returns the processors that the caller makes for one row."""
         if self._make is None:
             return []
         try:
@@ -288,7 +288,7 @@ class GenerationOptions:
         )
 
     def _ids_allowed(self, index: int, _: int, text: Tensor) -> Tensor:
-        """Asks the caller which ids may follow; one out of range would end a card's context."""
+        """Asks the caller which ids may follow; refuses ids that would crash a card's context."""
         assert self._allowed is not None
         ids = torch.as_tensor(self._allowed(index, text), device=text.device)
         if len(ids) and not 0 <= ids.min() <= ids.max() < self._vocabulary:
@@ -299,7 +299,7 @@ class GenerationOptions:
         return ids
 
     def _criteria(self, config: GenerationConfig) -> StoppingCriteriaList:
-        """All but transformers' own two that need no tensors: length and end tokens."""
+        """Makes the criteria, except transformers' own for length and end tokens: rows do these."""
         custom = StoppingCriteriaList(self._custom[1])
         every = self.model._get_stopping_criteria(config, custom, tokenizer=self.tokenizer)
         return StoppingCriteriaList(
@@ -311,12 +311,12 @@ class GenerationOptions:
         )
 
     def _limit(self, config: GenerationConfig) -> int:
-        """Tokens a text may reach; a criterion of the caller stands in for the configuration."""
+        """Returns the tokens a text may reach; a caller's criterion replaces the configured."""
         own = [c.max_length for c in self._custom[1] if type(c) is MaxLengthCriteria]
         return min(own) if own else config.max_length
 
     def _replaces(self, kind: type) -> bool:
-        """Whether a criterion of the caller stands in for transformers' own of this type."""
+        """Whether a criterion of the caller replaces transformers' own of this type."""
         return any(type(criterion) is kind for criterion in self._custom[1])
 
     def _generator(self, own: Mapping[str, Any], sample: int) -> torch.Generator:

@@ -1,7 +1,7 @@
-"""The order of a job that is known beforehand and whose prompts do not fit into the pages together.
+"""Orders the prompts of a job that are known beforehand and do not fit into the pages together.
 
 Prompts that begin alike are put together, so that what they share is computed once however few
-prefixes the pages hold. Who came first goes first: among prefixes, and among those behind each.
+prefixes the pages hold. Prefixes, and the prompts behind one, stay in the order in which they came.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from pagedkv.pages.salts import Salt, shared_tokens, up_to
 
 
 def by_prefix(texts: Sequence[Ints], salts: Sequence[Salt], page: int) -> list[int]:
-    """The places of prompts in an order in which prefixes stand together.
+    """Returns the places of prompts, ordered so that equal prefixes stand together.
 
     Args:
         texts: ids of each.
-        salts: of each; texts share what is under equal ones.
-        page: ids of a page; what is shorter does not count.
+        salts: of each; texts share only tokens under equal salts.
+        page: ids of a page; shorter prefixes do not count.
     """
     found: list[int] = []
     left = [(part, 0) for part in _parted(range(len(texts)), texts, salts, 0, page)]
     while left:
-        alike, known = left.pop()  # and the ids that all of these begin with
+        alike, known = left.pop()  # `known`: how many ids all of these begin with
         first, *others = alike
         depth = len(texts[first])
         for i in others:
@@ -44,17 +44,17 @@ def by_prefix(texts: Sequence[Ints], salts: Sequence[Salt], page: int) -> list[i
 def _parted(
     places: Iterable[int], texts: Sequence[Ints], salts: Sequence[Salt], depth: int, page: int
 ) -> list[list[int]]:
-    """Places by their page at a depth, with its salts; the part that comes first is the last."""
+    """Groups places by their page at a depth and its salts; the first to go is the last group."""
     parts: dict[tuple[Salt, bytes], list[int]] = {}
     for place in places:
         text, end = texts[place], depth + page
-        salt = up_to(salts[place], max(1, min(end, len(text))))  # what begins behind it is nothing
+        salt = up_to(salts[place], max(1, min(end, len(text))))  # no salt behind the page
         parts.setdefault((salt, text[depth:end].tobytes()), []).append(place)
     return [*parts.values()][::-1]
 
 
 def _shared(text: Ints, other: Ints, known: int, most: int) -> int:
-    """Ids that two texts begin with alike, `most` at most; the first `known` are."""
+    """Counts the ids that two texts both begin with, up to `most`; the first `known` are equal."""
     end = min(most, len(other))
     same = text[known:end] == other[known:end]
     return end if same.all() else known + int(same.argmin())

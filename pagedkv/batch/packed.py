@@ -62,8 +62,8 @@ class Inputs(NamedTuple):
 
     Attributes:
         ids: `[1, T]`.
-        positions: `[1, T]`, or `[axes, 1, T]` of a model that counts images otherwise than text.
-        within: what the forward runs within.
+        positions: `[1, T]`, or `[axes, 1, T]` for a model that counts images unlike text.
+        within: a context manager in which the forward runs.
     """
 
     ids: Tensor
@@ -109,13 +109,13 @@ class PackedModel:
         self.detach.atexit = False
         try:
             accepted = _require_packable(model)
-            # Weights to be packed whatever happens go first, because pages take a share of what is
-            # left, and others last, because pages that a caller asked for go before them.
+            # Weights that must be packed are packed before pages are made, because pages take a
+            # share of what is left; with "auto" after, because pages of a caller go first.
             asked = bool(pack_weights) and pack_weights != "auto"
             asked = asked or batch_invariant
             bits = 8 if pack_weights == "int8" else 16
             weights = packed_weights(model, bits, by_c=batch_invariant) if asked else None
-            # K and V are others then, which nobody may find who asked for none of them.
+            # Rounded weights make other K and V, which models with exact weights must not find.
             self._rounded = ROUNDED if bits == 8 else b""
             self.kv = pages_for(model, cache, plan, max_tokens, fields, self._rounded)
             if batch_invariant:
@@ -134,14 +134,14 @@ class PackedModel:
         self._keeps_logits = "logits_to_keep" in accepted
         self._cache_argument = cache_argument(model)
         self._told_of_hooks = self._told_of_room = False
-        # The head may be on another device than the ids, also where all layers are on theirs.
+        # The head may be on another device than the ids even if all layers are on theirs.
         self._divided = len({*devices_of(model).values()}) > 1
 
     def over(self, kv: PagedKVCache, exact: bool = False) -> PackedModel:
-        """This model over other pages of its kind, as long as this one is not closed.
+        """Returns this model over other pages of its kind, usable until this one is closed.
 
         Args:
-            exact: no weight is rounded.
+            exact: use no rounded weights.
         """
         other = copy(self)
         other.kv, other.carrier = kv, PackedCache(self.model, kv)
@@ -174,7 +174,7 @@ class PackedModel:
         every_row = len(rows) == step.num_tokens
         keep: dict[str, Any] = {}
         if self._keeps_logits and not every_row:
-            # Numbers of the host fit any device.
+            # A list of numbers on the host serves any device.
             keep["logits_to_keep"] = rows.tolist() if self._divided else rows
         given = inputs or Inputs(step.tokens[None], step.positions[None])
         try:
@@ -189,7 +189,7 @@ class PackedModel:
         finally:
             carrier.opened = None
         carrier.require_complete()
-        # A forward that takes any argument may have dropped the one that asks for fewer.
+        # A forward that accepts any argument may have ignored `logits_to_keep`.
         return logits if len(logits) == len(rows) else logits[rows]
 
     @contextmanager
@@ -229,7 +229,7 @@ class PackedModel:
         require_same_kind(self.model, self._kind, "BatchGenerator")
 
     def require_caching(self) -> None:
-        """Raises `UnsupportedModelError` where layers that are recomputed would get no cache."""
+        """Raises `UnsupportedModelError` if gradient checkpointing would keep the cache away."""
         if CHECKPOINTS_TAKE_NO_CACHE and any(
             module.training and getattr(module, "gradient_checkpointing", False)
             for module in self.model.modules()
@@ -241,7 +241,7 @@ class PackedModel:
             )
 
     def warn_of_hooks(self) -> None:
-        """Warns, once, of hooks of others that see packed rows."""
+        """Warns, once, if a hook of somebody else will see packed rows."""
         if not self._told_of_hooks and (found := foreign_hook(self.model)):
             self._told_of_hooks = True
             warn(
@@ -261,11 +261,11 @@ class PackedModel:
             )
 
     def adapters(self) -> bytes:
-        """Bytes that differ where other adapters are active in the model."""
+        """Returns bytes that differ if other adapters are active in the model."""
         return state_of(self.model)
 
     def require_adapters(self, began: bytes) -> None:
-        """Raises, and forgets what is findable, if other adapters act than when rows began."""
+        """Raises, and forgets findable prefixes, if other adapters act than when rows began."""
         if self.adapters() != began:
             self.kv.clear_prefixes()
             raise ModelChangedError(
@@ -274,13 +274,13 @@ class PackedModel:
             )
 
     def close(self) -> None:
-        """Takes back the switch to paged attention. Idempotent."""
+        """Detaches the model from paged attention. Idempotent."""
         self.detach()
         self._weights = self._activations = None
 
 
 def _require_invariant(model: PreTrainedModel, kv: PagedKVCache, pack_weights: object) -> None:
-    """Raises where the bits of a row would depend on what is computed beside it."""
+    """Raises if the bits of a row would depend on what is computed beside it."""
     config, reason = kv.config, why_rows_differ(model)
     if pack_weights in (False, "int8"):
         reason = f"pack_weights is {pack_weights!r}"
@@ -295,7 +295,7 @@ def _require_invariant(model: PreTrainedModel, kv: PagedKVCache, pack_weights: o
 
 
 def _require_packable(model: PreTrainedModel) -> set[str]:
-    """The forward's parameters, if positions can be told to it."""
+    """Returns the names of the forward's parameters; raises if it cannot run packed rows."""
     require_head(model)
     if reason := _why_not_packed(model):
         raise UnsupportedModelError(
@@ -325,6 +325,6 @@ def _why_not_packed(model: PreTrainedModel) -> str | None:
 
 
 def _leaves(tree: Any) -> Iterator[Any]:
-    """Values of nested dictionaries: some models have rotary parameters by kind of layer."""
+    """Yields values of nested dictionaries: some models have rotary parameters by layer kind."""
     for value in tree.values() if isinstance(tree, Mapping) else (tree,):
         yield from _leaves(value) if isinstance(value, Mapping) else (value,)

@@ -28,7 +28,7 @@ class PackedCache(ForwardCache):
 
     def __init__(self, model: PreTrainedModel, kv: PagedKVCache) -> None:
         self.model, self.kv = model, kv
-        # No mask is made, so none has a past; but a bias by distance has to have a distance.
+        # Packed rows get no mask of a past, but models that write attention out make a bias of one.
         self.seen = int(self.is_written)
         self.is_placed = not self.is_written or takes_positions(model, device_of(model))
         self.forward_layer, self.attended_again = -1, 0
@@ -57,16 +57,16 @@ class PackedCache(ForwardCache):
 
     @property
     def rows(self) -> list[int]:
-        """Sequence ids of the step that it carries."""
+        """Sequence ids of the step that the cache carries."""
         return [] if self.opened is None else self.opened.seqs.tolist()
 
     def require_usable(self) -> None:
         """Does nothing: the cache lives as long as its model is used."""
 
     def get_seq_length(self, layer_idx: int | None = None) -> Any:
-        """Returns how far each token's position is ahead of its place; 0 outside of a forward.
+        """Returns how far each token's position is ahead of its place; `seen` outside of a forward.
 
-        Without a layer it returns 0, too: models make positions of it where none are given.
+        Without a layer it returns `seen`, too: models make positions of it where none are given.
         """
         if layer_idx is None:
             if self.touched and not self.is_written:
@@ -77,17 +77,17 @@ class PackedCache(ForwardCache):
             return self.seen
         if self.opened is None:
             return self.seen
-        index = getattr(self.layers[layer_idx], "index", 0)  # of a layer without K and V: any
+        index = getattr(self.layers[layer_idx], "index", 0)  # any, for a layer without K and V
         positions = self.opened.at(index).positions
         return positions - torch.arange(len(positions), device=positions.device)
 
     def get_query_offset(self, layer_idx: int = 0) -> Any:
-        """Returns 0 to masks, of which none has a past here; to layers what a length is to them."""
+        """Returns `seen` to masks, which have no past here, and to layers a length."""
         within = self.touched or self.mixers.entered
         return self.get_seq_length(layer_idx) if within else self.seen
 
     def abort_step(self) -> None:
-        """Forgets what a forward that died left staged; its step is the caller's to abort."""
+        """Forgets K and V that a failed forward left staged; the caller aborts its step."""
         for layer in self.paged:
             layer.staged = None
         self.transaction, self.touched = None, False
@@ -107,7 +107,7 @@ class PackedCache(ForwardCache):
         return self.mixers.enter(mixer, self.opened, args, kwargs)
 
     def require_complete(self) -> None:
-        """Raises where a forward has left out layers of the cache it was given."""
+        """Raises if a forward has left out layers of the cache that it was given."""
         if missing := self.mixers.missing:
             raise UnsupportedModelError(
                 f"{type(self.model).__name__}: its forward computed no state in the layers "
@@ -135,7 +135,7 @@ class PackedCache(ForwardCache):
         """Returns None: each row has a length of its own."""
 
     def held(self, layer: PagedLayer) -> None:
-        """Raises: packed rows are there within a forward alone."""
+        """Raises: packed rows exist only within a forward."""
         raise UnsupportedModelError(
             f"layers[{layer.index}]: K and V of packed rows are read by `generator.cache.gather`"
         )

@@ -1,9 +1,9 @@
 """Mixers over packed rows: one call for all rows of a step that have the same number of tokens.
 
 A mixer takes `[B, n, hidden]`, rows of one length. On packed rows, `[1, T, hidden]`, it would let
-the state of one row run into the next, so it is called for each *row group*: rows with as many
+the state of one row run into the next, so it is called for each *row group*: rows with equally many
 tokens, all with a state before the step or all without. The decoding rows of a step are one group.
-Each call gets the states of its rows, and what it leaves becomes the states after the step.
+Each call gets the states of its rows from before the step, and leaves those after it.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class RowGroup(NamedTuple):
     """Rows of a step that a mixer computes in one call.
 
     Attributes:
-        rows: `[B]`, their places among the rows of the step; None if these are all.
-        places: `[B * n]`, their packed tokens; None if these are all, in order.
+        rows: `[B]`, their places among the rows of the step; None if the group has all rows.
+        places: `[B * n]`, the places of their packed tokens; None if the group has all, in order.
         width: tokens of each row, n.
         has_state: whether the rows had tokens before the step.
     """
@@ -44,7 +44,7 @@ class RowGroup(NamedTuple):
 
 
 def row_groups(step: StepMetadata, device: torch.device) -> list[RowGroup]:
-    """The row groups of a step, in tensors on a device."""
+    """Returns the row groups of a step, with indices that are tensors on a device."""
     assert step.states is not None, "the caller asks only where there are states"
     new, had = np.asarray(step.num_new), step.states.source >= 0
     begins = np.cumsum(new) - new
@@ -65,14 +65,14 @@ def row_groups(step: StepMetadata, device: torch.device) -> list[RowGroup]:
 class MixerCall:
     """A mixer's work in one step.
 
-    The call that the model makes computes the last row group; those before it are computed by calls
-    of this object.
+    The model's own call of the mixer computes the last row group; this object calls the mixer for
+    the groups before it.
 
     Args:
         before: the states of all rows.
-        done: is given them as they are afterwards.
-        view: makes the cache of one call, of states or None.
-        args, kwargs: the mixer's, with packed rows and the cache of the forward among them.
+        done: takes the states of all rows after the step.
+        view: makes the cache of one call from its states, or from None.
+        args, kwargs: the mixer's arguments, with packed rows and the forward's cache among them.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class MixerCall:
         self.outputs: list[Any] = []
 
     def begin(self) -> tuple[Any, dict[str, Any]]:
-        """Computes all groups but the last; the arguments of the last."""
+        """Computes all groups but the last; returns the arguments for the last."""
         for group in self.groups[:-1]:
             args, kwargs = self._arguments(group)
             self.outputs.append(self.mixer.forward(*args, **kwargs))
@@ -102,7 +102,7 @@ class MixerCall:
         return last
 
     def _arguments(self, group: RowGroup) -> tuple[Any, dict[str, Any]]:
-        """The mixer's arguments with the rows and states of a group in place of the packed ones."""
+        """Returns the mixer's arguments with a group's rows and states instead of the packed."""
         view = self.view(self._states_of(group))
         self.views.append(view)
 
@@ -123,7 +123,7 @@ class MixerCall:
         return args, {name: of_group(name, value) for name, value in self.kwargs.items()}
 
     def _is_by_token(self, value: Tensor) -> bool:
-        """Whether these are the ids of all tokens, of which n-grams are made, or a mask of them."""
+        """Whether a tensor is a mask of all tokens, or their ids for a module of n-grams."""
         ids = embeds_grams(self.mixer) and not value.is_floating_point()
         return value.ndim == 2 and (ids or value.dtype == torch.bool)
 
@@ -134,7 +134,7 @@ class MixerCall:
         return self.before if rows is None else [state[rows] for state in self.before]
 
     def _finish(self, output: Any) -> Any:
-        """Hands the states in; the output of all groups, packed."""
+        """Hands over the states of all rows; returns the packed output of all groups."""
         self.outputs.append(output)
         after = [view.states() for view in self.views]
         rows = [group.rows for group in self.groups]
@@ -145,13 +145,13 @@ class MixerCall:
         return tuple(self._packed(parts) for parts in zip(*self.outputs))
 
     def _packed(self, parts: Any) -> Tensor:
-        """`[1, T, ...]` of `[B, n, ...]` of each group."""
+        """Packs the groups' outputs, `[B, n, ...]` each, into `[1, T, ...]`."""
         places = [group.places for group in self.groups]
         return _joined([part.flatten(0, 1) for part in parts], places)[None]
 
 
 def _joined(parts: Any, places: list[Tensor | None]) -> Tensor:
-    """Puts the rows of each part to their places."""
+    """Joins parts into one tensor, with each row at its place."""
     first: Tensor = parts[0]
     if places[0] is None:
         return first
@@ -164,14 +164,14 @@ def _joined(parts: Any, places: list[Tensor | None]) -> Tensor:
 class Mixers:
     """The mixers of a model in the steps of packed rows.
 
-    A layer may have several, each with a state of its own: convolutions, or a module that embeds
-    n-grams in front of the layer's own mixer, whose states stand last.
+    A layer may have several mixers, and each of them a state of its own: several convolutions, or
+    a module that embeds n-grams before the layer's own mixer. The module's states stand last.
 
     Args:
         text: the configuration of the model's decoder.
 
     Attributes:
-        states: by layer, which of `CacheConfig.states` is its own.
+        states: by layer of the model, its place in `CacheConfig.states`.
     """
 
     def __init__(self, text: Any) -> None:
@@ -200,7 +200,7 @@ class Mixers:
     def enter(
         self, mixer: nn.Module, step: StepMetadata | None, args: Any, kwargs: dict[str, Any]
     ) -> Any:
-        """Calls a mixer for each row group; the arguments that it is to run with for the last."""
+        """Calls a mixer for all row groups but the last; returns the arguments for the last."""
         index, number = index_of(mixer), number_of(mixer)
         if step is not None and index in self.states and index not in self._before:
             self._before[index] = self._parted(step.read_state(self.states[index]))
@@ -236,7 +236,7 @@ class Mixers:
 
 
 class AbsentStates(LinearAttentionCacheLayerMixin):
-    """A state layer of a packed forward. Its mixer is given a view, so it has no states."""
+    """A state layer of a packed forward. It has no states: its mixer is given a view of them."""
 
     is_compileable = False
     is_croppable = False

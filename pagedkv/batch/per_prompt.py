@@ -1,4 +1,4 @@
-"""Options of which each prompt may have a value of its own: in a list, or read in step with it."""
+"""Options that may have a value for each prompt: in a list, or in an iterator read with prompts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .chats import NAME as CHATS
 from .chats import told
 from .option_types import is_int, is_number, require_kinds
 
-# Of transformers' options: what it must be, and as which it is passed on.
+# Options of transformers: what a value must be, in words and as a check, and its conversion.
 EACH: dict[str, tuple[str, Callable[[Any], bool], Callable[[Any], Any]]] = {
     "max_new_tokens": ("an int", is_int, index),
     "temperature": ("a number", is_number, float),
@@ -24,10 +24,10 @@ EACH: dict[str, tuple[str, Callable[[Any], bool], Callable[[Any], Any]]] = {
 
 
 def in_step(value: Any) -> Iterable[Any] | None:
-    """The values of an option that has one for each prompt; None if it is one for all."""
+    """Returns an option's values if it has one for each prompt; None if one is for all."""
     if isinstance(value, (str, bytes, bytearray, Mapping, Set)) or not hasattr(value, "__iter__"):
         return None
-    if is_regions(value):  # of one salt
+    if is_regions(value):  # these are one salt
         return None
     if hasattr(value, "tolist"):  # an array or a tensor
         value = value.tolist()
@@ -35,7 +35,7 @@ def in_step(value: Any) -> Iterable[Any] | None:
 
 
 def values_of(name: str, value: Any, prompts: int | None) -> Iterable[Any] | None:
-    """The values of an option that has one for each prompt, checked if they are known."""
+    """Returns an option's values if it has one for each prompt; checks those of a known number."""
     values = in_step(value)
     if prompts is None or (values is None and not isinstance(value, (np.ndarray, Tensor))):
         return values
@@ -51,10 +51,10 @@ def each_of(name: str, value: Any, prompts: int | None) -> Iterable[Any]:
 
 
 def value_of(name: str, value: Any) -> Any:
-    """One prompt's value of an option.
+    """Checks and converts one prompt's value of an option.
 
     Raises:
-        TypeError, ValueError: it cannot be.
+        TypeError, ValueError: the option cannot have this value.
     """
     if name == CHATS:
         return told(value)
@@ -72,7 +72,7 @@ def value_of(name: str, value: Any) -> Any:
 
 
 def require_seed(seed: Any) -> None:
-    """Raises TypeError or ValueError for what is no seed."""
+    """Raises TypeError or ValueError for a value that is no seed."""
     if seed is None:
         return
     if isinstance(seed, bool) or not hasattr(seed, "__index__"):
@@ -86,7 +86,7 @@ def _one_each(name: str, value: Any, prompts: int) -> list[Any]:
         value = value.tolist()
     if in_step(value) is None:
         return [value] * prompts
-    values = list(islice(value, prompts + 1))  # of an iterator there may be no end
+    values = list(islice(value, prompts + 1))  # an iterator may never end
     if len(values) != prompts:
         found = len(value) if hasattr(value, "__len__") else len(values)
         raise ValueError(f"{name}: expected one value for each of {prompts} prompts, got {found}")

@@ -1,8 +1,8 @@
 """Finds the kernels that the steps of a model launch, before there is a prompt.
 
-One step of each kind is run through the model, over a few pages of their own, and noted down in
-place of being launched. So it is the model that says which heads, windows and terms of scores its
-layers have, and its pages stay as they are.
+The model runs one step of each kind over a few pages of their own, and attention launches are noted
+down instead of made. So the model itself says which heads, windows and terms of scores its layers
+have, and its own pages stay as they are.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from .packed import PackedModel
 if TYPE_CHECKING:
     from pagedkv.kernels.triton.launch import Launch
 
-FEW = 2, 16  # new tokens of rows that are attended to like decoding ones: all but one query
-PROMPT = 17  # more than these
-LONGEST = 1 << 14  # tokens of a row, as graphs take it to be: kernels cut it into parts
-DECODED = 16  # steps, in one of which queries are watched by policies that watch some
+FEW = 2, 16  # new tokens of rows that kernels serve like decoding ones, but with several queries
+PROMPT = 17  # new tokens of rows that kernels serve as prompts: more than these
+LONGEST = 1 << 14  # tokens for which graphs plan a row: so many that kernels cut it into parts
+DECODED = 16  # decoding steps; a policy that watches queries does so in one of them
 
 
 @torch.inference_mode()
@@ -55,13 +55,13 @@ def launches_of(packed: PackedModel) -> list[Launch]:
 
 
 def _length(config: CacheConfig) -> int:
-    """Tokens of the longest row, but those of its last steps: whole pages, more than are chosen."""
+    """Tokens of the longest row before its last steps: whole pages, more than attention reads."""
     return (2 + max(1, config.pages_read)) * config.page_size
 
 
 @contextmanager
 def _pages_beside(packed: PackedModel) -> Iterator[tuple[PackedModel, PagedKVCache]]:
-    """The model over other pages of the same kind, as few as the steps need."""
+    """Gives the model over other pages of the same kind, as few as the steps need."""
     config, kv = packed.kv.config, packed.kv
     length = _length(config) + 2 * config.page_size + 4 * PROMPT + DECODED
     few = replace(
@@ -80,18 +80,18 @@ def _pages_beside(packed: PackedModel) -> Iterator[tuple[PackedModel, PagedKVCac
 
 
 def _run(packed: PackedModel, seqs: Sequence[int], new: int) -> None:
-    """A step of as many new tokens for each row."""
+    """Runs a step of `new` tokens for each row."""
     ids = torch.zeros(len(seqs) * new, dtype=torch.int64, device="cpu")
     with packed.kv.step(seqs, ids, num_new=new) as step:
         packed.logits(step)
 
 
 def _run_padded(packed: PackedModel, seqs: Sequence[int]) -> None:
-    """A decoding step as graphs replay it, with room for prefixes wherever rows can share some."""
+    """Runs a decoding step as graphs replay it, with room for prefixes where rows can share."""
     from pagedkv.attention import on_triton
 
     kv, heads = packed.kv, query_heads(packed.model)
-    if heads is None:  # there are no graphs of such a model
+    if heads is None:  # such a model gets no graphs
         return
     step = kv.prepare(seqs, torch.zeros(len(seqs), dtype=torch.int64, device="cpu"), num_new=1)
     rooms = {
@@ -100,17 +100,17 @@ def _run_padded(packed: PackedModel, seqs: Sequence[int]) -> None:
         if group.window is None and not kv.config.pages_read
     }
     try:
-        with suppress(UnsupportedModelError):  # a model of which there are no graphs
+        with suppress(UnsupportedModelError):  # a model that gets no graphs
             packed.logits(step.padded(len(seqs), rooms))
     finally:
         kv.abort(step)
 
 
 def compile_for(packed: PackedModel, workers: int | None = None) -> int:
-    """Compiles what steps of a model launch into Triton's cache on disk.
+    """Compiles the kernels that steps of a model launch, into Triton's cache on disk.
 
     Returns:
-        How many kernels were compiled, which the cache did not have; 0 where none are.
+        How many kernels were compiled because the cache lacked them; 0 if there is none to compile.
 
     Raises:
         RuntimeError: a kernel does not compile; the others are in the cache.

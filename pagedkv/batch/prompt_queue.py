@@ -1,8 +1,8 @@
 """The prompts of a call in their order: all known when it begins, or read as rows leave.
 
-What is read comes from an iterator of the caller's, which may wait, raise, never end, or run rows
-on the same pages itself. So it is read between two steps, while no other thread waits for this one.
-A step goes first once reading takes longer than `AT_ONCE`.
+A caller's iterator may wait, raise, never end, or run rows on the same pages itself. So it is read
+between two steps, while no other thread waits for this one. Once reading has taken longer than
+`AT_ONCE`, a step is computed before more is read.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from .prompts import Unread
 
 AT_ONCE = 0.02  # seconds
 WITH_IMAGES = 32  # prompts with images that may wait: their pixels are held
-ENDED = object()  # in the place of a value, where there are fewer than prompts
+ENDED = object()  # stands for a value if there are fewer values than prompts
 
 
 class Coming(NamedTuple):
     """A prompt that is no row yet.
 
     Attributes:
-        place: of the prompt among all of the call.
-        prompt: its ids, or what says them when its row is made.
-        own: values of its own, by the names of options; `salt` is always one.
-        options: all of its options, where prompts have some of their own.
+        place: the prompt's place among those of the call.
+        prompt: its ids, or an object that gives them when its row is made.
+        own: values of its own, by the names of options; `salt` is always among them.
+        options: the prompt's `GenerationOptions`; None if those of the call hold.
     """
 
     place: int
@@ -42,7 +42,7 @@ class Coming(NamedTuple):
 
 
 class PromptQueue:
-    """The prompts of a call, and what each has of its own.
+    """The prompts of a call, and the values that each has of its own.
 
     Args:
         prompts: ids of each, or an `Unread` that is read when its row is made.
@@ -76,7 +76,7 @@ class PromptQueue:
         """Reads `count` more prompts, as another rank has, however long that takes.
 
         Args:
-            to_the_end: there were no more.
+            to_the_end: whether the other rank found that there are no more.
         """
         wanted = len(self._read) + count + to_the_end
         while len(self._read) < wanted and not self.is_over:
@@ -91,7 +91,7 @@ class PromptQueue:
             self.error, self.is_over = error, True
 
     def said(self, count: int) -> bytes:
-        """The prompts that were read last, and how reading ended, to be compared."""
+        """Returns the last `count` prompts and how reading ended, as bytes to compare."""
         last = list(self._read)[max(0, len(self._read) - count) :] if count else []
         return spelled([count, self.is_over, repr(self.error), last])
 
@@ -110,11 +110,12 @@ class PromptQueue:
         return len(self._read)
 
     def require_same(self, ranks: Ranks, beside: Any) -> None:
-        """Raises ValueError where other ranks were given something else than this one.
+        """Raises ValueError if other ranks were given something else than this one.
+
+        Prompts of an iterator are compared later, as they are read.
 
         Args:
-            beside: what else they have to be given alike. Prompts of an iterator are compared as
-                they are read.
+            beside: what else has to be the same on all ranks.
         """
         if ranks.size > 1:
             if self.known:
@@ -123,7 +124,7 @@ class PromptQueue:
             ranks.require_same("prompts and options", spelled(beside) + said)
 
     def put_together(self, page_size: int) -> None:
-        """Puts prompts that are known together by the pages that they begin with."""
+        """Puts known prompts that begin with the same pages side by side."""
         self.read(sys.maxsize)
         read = [*self._read]
         nothing = np.empty(0, int)
@@ -140,5 +141,5 @@ class PromptQueue:
         return [self._read.popleft() for _ in range(min(most, len(self._read)))]
 
     def end(self) -> None:
-        """Reads no more of an iterator; what was read, or known from the beginning, is there."""
+        """Reads no more of an iterator; prompts that were read, or known beforehand, stay."""
         self.is_over |= not self.known

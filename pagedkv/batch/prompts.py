@@ -1,4 +1,4 @@
-"""Prompts as callers give them: text, chat messages, token ids, what a processor returns."""
+"""Prompts as callers give them: text, chat messages, token ids, the output of a processor."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 from .chats import Told, is_chat, rendered
 
-# Parts of messages that are no text, and what a processor that takes them has.
+# Parts of messages that are no text, and the attributes of processors that take them.
 BESIDE_TEXT = {
     "image": ("image_processor",),
     "audio": ("feature_extractor", "audio_processor"),
@@ -21,7 +21,7 @@ Prompt = Any  # text, ids, a list of chat messages, or a mapping with images or 
 
 
 def as_list(prompts: Any) -> list[Prompt]:
-    """The prompts of a list, or of a column of pandas, polars, pyarrow or datasets.
+    """Returns the prompts of a list, or of a column of pandas, polars, pyarrow or datasets.
 
     Raises:
         TypeError: it is one prompt, or a table.
@@ -35,7 +35,7 @@ def require_prompts(prompts: Any) -> None:
     kind = type(prompts).__name__
     if isinstance(prompts, (str, bytes, bytearray, Mapping)) or hasattr(prompts, "as_py"):
         raise TypeError(f"prompts: expected a list of prompts, got one {kind}")
-    # Going through a table gives names, rows, or whole columns.
+    # Iterating over a table gives names, rows, or whole columns.
     if hasattr(prompts, "columns") or hasattr(prompts, "column_names"):
         raise TypeError(f"prompts: expected a list of prompts, got {kind}: give one of its columns")
     is_number = getattr(prompts, "ndim", 1) == 0
@@ -44,7 +44,7 @@ def require_prompts(prompts: Any) -> None:
 
 
 def has_length(prompts: Any) -> bool:
-    """Whether the number of prompts is known; a wrapped iterator does not tell."""
+    """Whether the number of prompts is known; a wrapper of an iterator may raise when asked."""
     try:
         return len(prompts) >= 0
     except TypeError:
@@ -57,23 +57,23 @@ def as_python(prompt: Any) -> Prompt:
 
 
 class Unread:
-    """A prompt that is read when its row is made: what a processor returned, or shall make of it.
+    """A prompt that is read when its row is made; a processor has made it, or makes it then.
 
     Args:
         prompt: a mapping with `input_ids`, one with `text` and `images` or `audio`, or chat
             messages.
-        processor: for all but the first; None if there is none.
-        told: what the template of messages is told.
+        processor: makes ids of all but the first; None if there is none.
+        told: what the chat template is told.
     """
 
     def __init__(self, prompt: Prompt, processor: Any, told: Told) -> None:
         self._prompt, self._processor, self._told = prompt, processor, told
 
     def read(self) -> tuple[npt.NDArray[np.int64], dict[str, Any]]:
-        """Ids, `[n]`, and what else a processor says of them.
+        """Returns ids, `[n]`, and the processor's other values.
 
         Raises:
-            ValueError: it is not one prompt, or what is needed for it is missing.
+            ValueError: it is not one prompt, or the processor fails or is missing.
         """
         inputs = dict(self._processed())
         ids = inputs.pop("input_ids", None)
@@ -113,7 +113,7 @@ class Unread:
                 self._processor, prompt, self._told, return_dict=True, return_tensors="pt"
             )
             return found
-        except Exception as error:  # of whatever reads an image or audio
+        except Exception as error:  # whatever reads an image or audio may raise
             raise ValueError(
                 f"prompt: its processor raised {type(error).__name__}: {error}"
             ) from error
@@ -151,7 +151,7 @@ def _kinds_in(messages: Prompt) -> list[str]:
 
 
 def ids_of(row: Any) -> npt.NDArray[np.int64] | None:
-    """Ids, `[n]`, of a list, an array or a tensor of them; None of anything else."""
+    """Returns the ids, `[n]`, of a list, an array or a tensor of them; None for anything else."""
     array = _as_array(row)
     if array is None or array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
         return None
@@ -161,7 +161,7 @@ def ids_of(row: Any) -> npt.NDArray[np.int64] | None:
 def _as_array(row: Any) -> Any:
     if isinstance(row, torch.Tensor):
         return np.asarray((row.detach().float() if row.is_floating_point() else row).cpu())
-    if isinstance(row, (list, tuple, np.ndarray)):  # not all that numpy can read: bytes are none
+    if isinstance(row, (list, tuple, np.ndarray)):  # numpy would read more, such as bytes
         try:
             return np.asarray(row)
         except ValueError:  # lists of different length
@@ -170,7 +170,7 @@ def _as_array(row: Any) -> Any:
 
 
 def as_ids(row: Any, place: int) -> npt.NDArray[np.int64]:
-    """Ids, `[n]`, of what stands at a place among the prompts.
+    """Returns the ids, `[n]`, of the prompt at a place among the prompts.
 
     Raises:
         TypeError: it is no prompt.

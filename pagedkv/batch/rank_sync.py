@@ -1,9 +1,9 @@
 """Lets the ranks that share a model agree between two steps of a job.
 
 Each rank runs the same job on its own. Between steps it may learn what the others do not know: a
-Ctrl-C, that time is over, a prompt that comes late or not at all, an error of its caller's code.
-All of them meet where a turn begins, and what one of them has to say is heard by all. A process
-that has its model alone meets nobody: `RankSync` does for it what costs nothing.
+Ctrl-C, the end of the time, a prompt that comes late or not at all, an error of its caller's code.
+All ranks meet where a turn begins, and there each tells the others. A process that has its model
+alone meets nobody: its `RankSync` costs nothing.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class RankSync:
         """Ends the job on this rank, also if it never began. The others are not told."""
 
     def begin_turn(self, is_over: bool) -> None:
-        """Meets the others.
+        """Meets the other ranks.
 
         Args:
             is_over: whether this rank finds that the time for the job is over.
@@ -49,23 +49,23 @@ class RankSync:
         self.is_over = is_over
 
     def apart(self, step: Callable[[], T]) -> T:
-        """Computes a step; this rank may fail alone from then on to the next turn."""
+        """Computes a step; from its end to the next turn this rank may fail alone."""
         return step()
 
     def tell(self, error: BaseException) -> None:
-        """Tells the others of an error by which the job ends here, if they wait to hear of it."""
+        """Tells the other ranks of an error that ends the job here, if they wait for this rank."""
 
     def read(self, source: PromptQueue, most: int, reading: AbstractContextManager[Any]) -> None:
         """Reads prompts until `most` wait.
 
         Args:
-            reading: what other threads may do meanwhile.
+            reading: a context in which other threads may have the rows put back.
         """
         with reading:
             source.read(most)
 
     def rows(self, make: Callable[[Coming], list[Row]], coming: list[Coming]) -> list[list[Row]]:
-        """Makes the rows of each of some prompts."""
+        """Makes the rows of each prompt."""
         return [make(one) for one in coming]
 
 
@@ -80,13 +80,13 @@ class ManyRanks(RankSync):
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
         self._interrupts = Interrupts()
-        self._is_met = False  # else the others wait for this rank
+        self._is_met = False  # if not, the other ranks wait for this one
 
     def begin(self) -> None:
         """Begins the job on this rank.
 
         Raises:
-            RuntimeError: another thread runs one; what each of them asks would meet at random.
+            RuntimeError: another thread runs a job; calls of the two would meet at random.
         """
         self._ranks.enter(threading.get_ident())
         self._interrupts.begin()
@@ -133,7 +133,7 @@ class ManyRanks(RankSync):
         """Reads new prompts: as many as the first rank gets, the same on all.
 
         Raises:
-            ValueError: they are not the same.
+            ValueError: the prompts of the ranks differ.
         """
         if source.known:
             return source.read(most)
@@ -148,7 +148,7 @@ class ManyRanks(RankSync):
         try:
             self._ranks.require_same("prompts", source.said(count))
         except ValueError as error:
-            raise error from source.error  # perhaps it is what made the difference
+            raise error from source.error  # reading may have failed on one rank only
 
     def rows(self, make: Callable[[Coming], list[Row]], coming: list[Coming]) -> list[list[Row]]:
         """See `RankSync`; an error of a prompt on one rank is its error on all."""
@@ -166,9 +166,9 @@ def rank_sync(ranks: Ranks) -> RankSync:
 
 
 class Interrupts:
-    """Ctrl-C is counted instead of raised; the second one is raised at once.
+    """Counts Ctrl-C instead of raising it; the second one is raised at once.
 
-    Only where it would raise KeyboardInterrupt in this thread: elsewhere the caller's own handler
+    It does so only if Ctrl-C would raise KeyboardInterrupt in this thread; a caller's own handler
     stays.
 
     Attributes:

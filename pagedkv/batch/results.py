@@ -30,7 +30,7 @@ class Result:
         finish_reason: `stop` (an end token, a stop string or another criterion), `length`, `error`;
             `cancelled` for a row of events.
         cached_tokens: prompt tokens whose K and V were found, not computed.
-        error: why it could not be finished; `tokens` are those it got.
+        error: why it could not be finished; `tokens` has those it got before.
     """
 
     index: int
@@ -68,9 +68,9 @@ class Score:
         choice: the continuation's place in the list given for this prompt.
         tokens: ids of the continuation.
         logprobs: log-probability of each of them under the model's own distribution.
-        greedy: of each whether it is the likeliest token.
+        greedy: for each of them, whether it is the likeliest token.
         cached_tokens: prompt tokens whose K and V were found, not computed.
-        error: why it could not be scored; `tokens` are those that were.
+        error: why it could not be scored; `tokens` has those that were scored before.
     """
 
     index: int
@@ -110,14 +110,14 @@ class GenerationStats:
         reused: tokens not computed, because they were found as a prefix or shared by a fork.
         preemptions: rows put back because pages ran short.
         offloaded: rows put back whose K and V waited in host memory.
-        peak: the pages when most of them were live.
+        peak: the pages at the moment when the most were live.
         drafted: tokens computed as drafts.
         accepted: drafted tokens that were right and kept.
         draft_steps: forwards of the draft model.
-        draft_seconds: time in these, and in what goes with them; a part of `seconds`.
+        draft_seconds: time spent on drafts, these steps included; a part of `seconds`.
         vision_forwards: how often images or audio of a prompt went through the model.
         scored: tokens of continuations that were scored.
-        step_cost: what a step takes, by the latest.
+        step_cost: an estimate of a step's time, from the latest steps.
     """
 
     seconds: float = 0.0
@@ -169,10 +169,10 @@ class GenerationStats:
 
 
 def finished(stream: Iterable[T], what: str, arranged: Callable[[list[T]], list[R]]) -> list[R]:
-    """Arranges all that a stream gives until Ctrl-C; an error gets what came as `results`.
+    """Arranges all that a stream gives until Ctrl-C; an error carries what came as its `results`.
 
     Args:
-        what: the error's note says of what came before it.
+        what: words for the error's note on what came before it.
     """
     found: list[T] = []
     try:
@@ -186,12 +186,12 @@ def finished(stream: Iterable[T], what: str, arranged: Callable[[list[T]], list[
 
 
 def in_order(results: list[Result]) -> list[Result]:
-    """Results by prompt and sample."""
+    """Sorts results by prompt and sample."""
     return sorted(results, key=lambda result: (result.index, result.sample))
 
 
 def by_choice(scores: list[Score], prompts: int) -> list[list[Score]]:
-    """The scores of each prompt, in the order of its continuations."""
+    """Returns the scores of each prompt, in the order of its continuations."""
     found: list[list[Score]] = [[] for _ in range(prompts)]
     for score in sorted(scores, key=lambda score: score.choice):
         found[score.index].append(score)

@@ -1,13 +1,13 @@
 """The rows of a job that hold pages: they join, fork, are put back, end and leave.
 
-- A row joins when pages for what it is expected to need can be set aside. Expected is its limit
-  times the share of theirs that finished rows have used, so that a job whose rows stop early packs
-  more of them.
+- A row joins when the pages that it is expected to need can be set aside. It is expected to use as
+  large a share of its limit as finished rows used of theirs, so a job whose rows stop early runs
+  more of them at once.
 - When pages run short all the same, the youngest row gives its pages back. It is computed again
-  later, with what is still findable of it, or its K and V wait in host memory if copying them takes
-  less time (`preemption.py`). Nobody joins until somebody has finished, and a row is not put back
-  twice without having got a token in between. Rows of other threads count as somebody
-  (`cache/fair_turns.py`).
+  later, from what is still findable of it, or its K and V wait in host memory if copying them takes
+  less time (`preemption.py`). No row joins until one has finished, perhaps one of another thread
+  (`cache/fair_turns.py`). A row that was put back gets a token before it is put back again, unless
+  no row has got one.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ class RowQueues:
 
     Args:
         most: rows that may run.
-        stats: where it counts what was reused, put back and offloaded, and the fullest moment.
-        drafter: forgets rows that give their sequences back.
+        stats: where it counts what was reused, put back and offloaded, and keeps the peak.
+        drafter: is told of rows that give their sequences back.
 
     Attributes:
         running: rows with a sequence.
         waiting: rows without one, in the order in which they join.
-        ended: rows that left since somebody took this list: finished ones and failed ones.
+        ended: rows that have finished or failed since this list was last taken.
         is_changed: whether the next step may decode other rows than the latest one.
-        turn: the job's, among those of other threads.
+        turn: the job's turn on the pages, which threads take in turns.
     """
 
     def __init__(
@@ -79,8 +79,8 @@ class RowQueues:
         """Gives a row its sequence, with pages set aside for what it is expected to need.
 
         Raises:
-            OutOfPagesError, TooManySequencesError: not now.
-            SequenceTooLongError: never.
+            OutOfPagesError, TooManySequencesError: it cannot join now.
+            SequenceTooLongError: it can never join.
         """
         ids = row.text()
         most = max(len(ids), self.cache.config.max_sequence_length)
@@ -107,7 +107,7 @@ class RowQueues:
         except OutOfPagesError:
             if not self._evicts:
                 raise
-            self._begin(row, ids, None)  # never all there at once: nothing can be promised
+            self._begin(row, ids, None)  # evictions make its room as it goes: nothing is set aside
 
     def _begin(self, row: Row, ids: Tokens, max_tokens: int | None) -> None:
         if row.offloaded_seq == NOT_RUNNING:
@@ -118,7 +118,7 @@ class RowQueues:
     def fork(self, row: Row) -> None:
         """Starts a row's samples on all of its text; where pages are short they wait instead.
 
-        Each has got its first token from the row's last logits, and may be finished by it.
+        Each sample has got its first token from the row's last logits, which may have finished it.
         """
         samples, row.samples = row.samples, []
         for sample in samples:
@@ -148,7 +148,7 @@ class RowQueues:
     def preempt(self, error: OutOfPagesError) -> None:
         """Puts the youngest row that has got a token since it joined back in front of the queue."""
         moved = [row for row in self.running if len(row.tokens) > row.joined_with]
-        # If none has got one, they hold too much together: all but the oldest try again.
+        # If no row has got one, they hold too much together: all but the oldest are put back.
         victim = (moved or self.running)[-1]
         if len(self.running) > 1 or self.turns.others_may_leave(self):
             self._put_back(victim)
@@ -199,7 +199,7 @@ class RowQueues:
             self.fail(one, reason)
 
     def fail_waiting(self, reason: str) -> None:
-        """Ends the rows that wait: as errors, or as they are if they have got tokens before."""
+        """Ends the rows that wait: as finished if they have got tokens before, else as errors."""
         while self.waiting:
             row = self.waiting.popleft()
             if row.tokens:

@@ -1,4 +1,4 @@
-"""The rows of a job, the batch that a step computes of them, and its outcome: no decisions."""
+"""The rows of a job, the batch that a step computes, and its outcome: data, no decisions."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NOT_RUNNING = -1
 
 
 class Rules(Protocol):
-    """The rules by which a row's tokens are chosen, as far as the row asks for them."""
+    """The rules by which a row's tokens are chosen, as far as the row itself uses them."""
 
     limit: int
     ends: frozenset[int]
@@ -36,7 +36,7 @@ class Row:
 
     Attributes:
         index, sample: which prompt of the job, and which sample of it.
-        prompt: `[n]` ids, at least one; of image tokens the numbers they are found by.
+        prompt: `[n]` ids, at least one; an image token has the number by which it is found.
         images: the prompt's, if it has any; its samples share them.
         limit: tokens its text may reach, the prompt included.
         salt: its prefixes are shared only with rows of the same salt.
@@ -48,10 +48,10 @@ class Row:
         finish_reason, error: why it ended, or could not go on.
         seq: its sequence on the device.
         offloaded_seq: its sequence, if that waits in host memory.
-        ids: what it has to compute since it joined.
+        ids: the text that it had when it joined, which has to be computed.
         done: committed tokens of its text.
         joined_with: tokens that were generated when it last joined.
-        most_fed: tokens a step may feed of it, where it makes its own room in the pages.
+        most_fed: most tokens a step may feed it, if evictions between its steps have to make room.
         cuts: lengths of its text, ascending, at which a step ends so that its state can be kept.
     """
 
@@ -62,7 +62,7 @@ class Row:
         self.salt = salt
         self.samples: list[Row] = []
         self.images: ImagePrompt | None = None
-        self.rules: Any = None  # of `Rules`; `sampling.py` asks for more
+        self.rules: Any = None  # `Rules`, and what `sampling.py` uses beside
         self.tokens: list[int] = []
         self.length = len(prompt)
         self.key = prompt.tobytes()  # orders rows by what they have in common
@@ -80,12 +80,12 @@ class Row:
 
     @property
     def is_prefilling(self) -> bool:
-        """Whether nothing was generated since it joined, or several tokens are uncomputed."""
+        """Whether nothing was generated since it joined: its text is still being computed."""
         return len(self.tokens) == self.joined_with
 
     @property
     def forks(self) -> int:
-        """Samples that will want sequences once it is computed: all but those of one token."""
+        """Counts the samples that need a sequence once it is computed: those of several tokens."""
         return sum(sample.limit > sample.length + 1 for sample in self.samples)
 
     def join(self, text: Tokens, done: int) -> None:
@@ -99,7 +99,7 @@ class Row:
         return np.concatenate([self.prompt, np.asarray(self.tokens, np.int32)])
 
     def since(self, length: int) -> Tokens:
-        """`[n]`, what its text has behind a length."""
+        """`[n]`, the ids of its text from `length` on."""
         if length < len(self.prompt):
             return self.text()[length:]
         return np.asarray(self.tokens[length - len(self.prompt) :], np.int32)
@@ -123,12 +123,13 @@ class Batch:
 
     Attributes:
         rows: decoding rows first.
-        tokens: `[B]`, or of each row an array; `counts` of them, None if one each.
-        sampling: the rows whose text is computed to its end by this step, so that they get a token.
-        sampling_at: their places in `rows`; None if all are.
-        widths: fed tokens of each of them that need logits, drafts aside; None if one each. More
-            than one are those of a row that knows what comes behind its text.
-        drafts: what is fed behind the tokens of the first rows; empty if nothing is drafted.
+        tokens: `[B]`, or an array for each row.
+        counts: how many tokens each row is fed; None if one each.
+        sampling: the rows whose text this step computes to its end, so that they get a token.
+        sampling_at: their places in `rows`; None if they are all rows.
+        widths: fed tokens of each sampling row that need logits, without drafts; None if one each.
+            A row has more if its next tokens are known: it is a continuation.
+        drafts: ids fed behind the tokens of the first rows; empty if nothing is drafted.
         step: the step that was opened for them; the latest, where a batch is repeated.
     """
 
@@ -170,7 +171,7 @@ class Batch:
         return not self.drafts and (self.widths is None or max(self.widths, default=1) == 1)
 
     def is_as_drafted(self, i: int, depth: int) -> bool:
-        """Whether a row goes on, and its last token is its draft's of that depth."""
+        """Whether a row goes on, and its last token is its draft's token at a depth."""
         row, draft = self.rows[i], self.drafts[i]
         if row.finish_reason or row.error or depth >= len(draft):
             return False
@@ -182,8 +183,8 @@ class Outcome:
     """The outcome of a step for the rows of its batch.
 
     Attributes:
-        batch: the step's.
-        kept: committed tokens of each row; none, if no step was committed.
+        batch: the batch that the step computed.
+        kept: committed tokens of each row; empty if no step was committed.
         seconds: how long it took.
         finished: rows whose text ended.
         failed: rows that cannot go on, each with its `error`.

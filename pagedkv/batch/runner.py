@@ -1,8 +1,8 @@
 """Computes the steps of a job: the forward, the choice of tokens, handing them to their rows.
 
-While rows only decode, a step is launched before the tokens of the one before it are read: it is
+While rows only decode, a step is launched before the tokens of the previous step are read: it is
 fed from the device, and the host reads, applies stopping rules and books while the device computes.
-A row that ended by then has computed one token too many, which nobody gets.
+A row that turns out to have ended has computed one token too many, which is dropped.
 
 Where tokens are drafted, a step computes a row's last token and its draft. The row then gets one
 token after the other by its own rules, as long as the last one is what was drafted.
@@ -46,8 +46,8 @@ class StepRunner:
     Args:
         logprobs: whether rows keep the log-probability of each token.
         stats: where it counts steps and tokens.
-        ahead: launch a step before the last one's tokens are read, where nothing stands against it.
-        sight: what sees for rows with images, in a job that may have some.
+        ahead: launch a step before the last one's tokens are read, where no rule needs these.
+        sight: runs the model on images, in a job that may have some.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class StepRunner:
 
     @torch.inference_mode()
     def run(self, batch: Batch, may_repeat: bool) -> Outcome:
-        """Computes the step of a batch and commits it, or reads what is in flight.
+        """Computes the step of a batch and commits it, or goes on with the step in flight.
 
         Args:
             may_repeat: whether the next step has the same rows, if none of them ends.
@@ -89,7 +89,7 @@ class StepRunner:
         return outcome
 
     def land(self) -> Outcome:
-        """Reads what is in flight, and launches nothing."""
+        """Reads the tokens of the step in flight, and launches nothing."""
         flight, self._flight = self._flight, None
         assert flight is not None
         outcome = Outcome(flight.batch)
@@ -118,7 +118,7 @@ class StepRunner:
             self._verify(outcome, logits)
 
     def _verify(self, outcome: Outcome, logits: Tensor) -> None:
-        """Gives rows what follows each right draft, and keeps the step's tokens up to there."""
+        """Gives rows the token behind each right draft, and commits the tokens up to there."""
         batch = outcome.batch
         kept = list(batch.num_fed)
         begins, going = begins_of(batch.num_logits), list(range(len(batch.drafts)))
@@ -178,9 +178,9 @@ class StepRunner:
         )
 
     def _logits(self, batch: Batch) -> Tensor:
-        """Logits of the sampling rows and their drafts, `[n, vocab]`, in the order they are fed.
+        """Returns logits of sampling rows and their drafts, `[n, vocab]`, in the order of feeding.
 
-        A forward that fails aborts its step.
+        If the forward fails, the step is aborted.
         """
         step = batch.step
         try:
@@ -275,12 +275,12 @@ def begins_of(num_logits: list[int]) -> list[int]:
 def keep_freed_memory(device: torch.device) -> None:
     """Lets the C library keep, for the next layer, some of what a forward on a processor frees.
 
-    glibc gives the end of its heap back to the system beyond twice the largest block that it has
-    seen freed, up to 32 MiB (mallopt(3)). Temporaries of a long prompt are as large in all, so each
-    layer had its own cleared anew: 190,000 page faults, 7 % of the time for 2,048 tokens of a model
-    of 576 channels. So a block of that size is freed, which was never written to and takes nothing.
-    Where somebody has set thresholds, as by `MALLOC_TRIM_THRESHOLD_`, glibc does not learn, and
-    they hold.
+    glibc returns the free end of its heap to the system once that exceeds twice the largest block
+    it has seen freed, of at most 32 MiB (mallopt(3)). The temporaries of a long prompt exceed it
+    together, so the system cleared memory anew for each layer: 190,000 page faults, 7 % of the time
+    for 2,048 tokens of a model of 576 channels. So this function frees a block of the largest size;
+    nobody has written to it, so it takes no memory. If somebody has set thresholds, for example by
+    `MALLOC_TRIM_THRESHOLD_`, glibc does not learn, and these hold.
     """
     if device.type == "cpu":
         torch.empty(LEARNT_BYTES, dtype=torch.uint8, device="cpu")

@@ -1,9 +1,9 @@
-"""The next token of every row, by rules that are transformers' own.
+"""Chooses the next token of every row, by transformers' own rules.
 
 A caller's processors and criteria see one row's ids, `[1, n]`. Transformers' own run once for all
-rows that have the same ones, `[B, n]`: where they look at ids, for rows of one length, so never
-with padding. A row draws from its own generator, exactly as `generate` would for this row alone
-after `torch.manual_seed(seed)`.
+rows that have the same ones, `[B, n]`; if they look at ids, only for rows of one length, so they
+never see padding. A row draws from its own generator, exactly as `generate` would for this row
+alone after `torch.manual_seed(seed)`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .candidates import SORTING, Candidates, among_few, by_all, rules_among_few
 from .drawing import Redrawing, Scored, draw, index_of
 from .logprobs import logprobs_of
 
-UNSURE = 2**32  # added to the id of a row that may have to be drawn for again
+UNSURE = 2**32  # added to the id of a row that may have to be drawn again
 NO_TOKEN = "no token can be chosen: every one is forbidden, or a score is no number"
 
 
@@ -33,12 +33,12 @@ class RowRules:
     Attributes:
         limit: tokens its text may reach.
         ends: ids that end it.
-        alike: rows with the same value have the same processors, each of which changes every row
-            by itself; None if nobody knows what one does.
+        alike: rows with the same value have the same processors, which change every row
+            independently of others; None if it is unknown what a processor does.
         processors, criteria: transformers' lists; empty where there is nothing to do.
-        generator: what it samples with; None if greedy.
-        ids: `[1, n]`, room for the text, kept where a processor or criterion looks at it.
-        by_text: whether a processor looks at ids; one that nobody knows does.
+        generator: the generator it samples with; None if greedy.
+        ids: `[1, n]`, a buffer for the text; None if no processor or criterion looks at it.
+        by_text: whether a processor looks at ids; an unknown one is taken to do so.
     """
 
     limit: int
@@ -53,11 +53,11 @@ class RowRules:
     def __post_init__(self) -> None:
         self.is_plain = self.generator is None and not self.processors  # the largest logit wins
         by_text = self.by_text or self.alike is None
-        self.looks_back = bool(self.processors) and by_text  # at ids, to choose the next
-        self.follows = self.ids is not None or bool(self.criteria)  # the text, token by token
+        self.looks_back = bool(self.processors) and by_text  # a processor reads ids
+        self.follows = self.ids is not None or bool(self.criteria)  # token by token
 
     def text(self, length: int) -> Tensor | None:
-        """The first `length` ids `[1, length]`, where they are kept."""
+        """Returns the first `length` ids `[1, length]`; None if they are not kept."""
         return None if self.ids is None else self.ids[:, :length]
 
     def ended(self, token: int, length: int) -> bool:
@@ -74,8 +74,8 @@ class Chosen:
 
     Attributes:
         tokens: `[n]` ids on the device.
-        errors: by its place why a row could get no token; complete once the tokens were read.
-        corrected: whether a row turned out, as the tokens were read, to get another one.
+        errors: why a row got no token, by the row's place; complete once the tokens were read.
+        corrected: whether reading the tokens replaced one of them.
     """
 
     def __init__(
@@ -87,15 +87,15 @@ class Chosen:
         ranks: Ranks = ALONE,
         redrawing: Redrawing | None = None,
     ) -> None:
-        # A row without a token travels as the complement of an id, an unsure one as an id and more:
-        # one copy, no extra wait.
+        # One copy to the host tells all, without an extra wait: a row without a token sends the
+        # complement of an id, an unsure row its id plus `UNSURE`.
         told = tokens
         if redrawing is not None:
             told = torch.where(redrawing.unsure, tokens + UNSURE, tokens)
         told = told if fine is None else torch.where(fine, told, ~tokens)
         self._reasons, self._ranks = errors, ranks
         self._redrawing, self.corrected = redrawing, False
-        if ranks.size > 1:  # what the others have chosen does not count
+        if ranks.size > 1:  # only the first rank's choice counts
             for i in errors:
                 told[i] = ~tokens[i]
             errors, told = {}, ranks.follow(told.contiguous())
@@ -105,13 +105,13 @@ class Chosen:
         self._all_fine = fine is None
         self._tokens = told.to("cpu", non_blocking=True)
         self._logprobs = None if logprobs is None else logprobs.to("cpu", non_blocking=True)
-        # What is launched behind the copies must not be waited for.
+        # `read` waits for this event, not for what is launched after the copies.
         self._copied = (
             torch.cuda.current_stream(tokens.device).record_event() if tokens.is_cuda else None
         )
 
     def read(self) -> tuple[list[int], list[float] | None]:
-        """The ids, and if asked for the log-probability of each under the model's distribution."""
+        """Returns ids, and if asked for each log-probability under the model's distribution."""
         if self._copied is not None:
             self._copied.synchronize()
         tokens = self._tokens.tolist()
@@ -141,12 +141,12 @@ class Chosen:
 def choose(
     rows: Sequence[Any], logits: Tensor, with_logprobs: bool, ranks: Ranks = ALONE
 ) -> Chosen:
-    """The next token of every row, without waiting for the device.
+    """Chooses the next token of every row, without waiting for the device.
 
     Args:
         rows: n of them, each with its `rules` and the `length` of its text so far.
         logits: `[n, vocab]`.
-        ranks: of which the first one's tokens count, whatever this one has chosen.
+        ranks: those of the job; the first one's tokens count for all.
     """
     errors: dict[int, str] = {}
     fine = redrawing = None
@@ -165,9 +165,10 @@ def choose(
 def _by_rules(
     rows: Sequence[Any], logits: Tensor, errors: dict[int, str]
 ) -> tuple[Tensor, Tensor, list[Scored]]:
-    """A token of every row, `[n]`, and whether it is one: not all forbidden, none NaN.
+    """Returns each row's token, `[n]`, whether it is valid, and the rows drawn from candidates.
 
-    The rows among the last may have to be drawn for again, which the host cannot know yet.
+    A token is invalid if all were forbidden or a score is NaN. Rows that were drawn from candidates
+    may have to be drawn again, which the host cannot know yet.
     """
     order, best, tokens = [], [], []
     drawn: dict[Any, list[Scored]] = {}
@@ -176,7 +177,7 @@ def _by_rules(
         group, own = [rows[i] for i in at], logits[index_of(at, logits.device)]
         first = group[0]
         try:
-            if first.rules.is_plain:  # the same as where all rows are, whatever the logits
+            if first.rules.is_plain:  # no logit is checked, as where all rows are plain
                 top = torch.zeros(len(at), device=own.device), own.argmax(-1)
             else:
                 scores = own.to(torch.float32, copy=True)
@@ -186,11 +187,11 @@ def _by_rules(
                     continue
                 top = _process(group, scores).max(-1)
         except Exception as error:  # whatever a caller's own processor may raise
-            if len(at) > 1:  # transformers' own may raise for a single row that has a NaN
+            if len(at) > 1:  # one row with a NaN may make transformers' own raise
                 groups += [[i] for i in at]
                 continue
             errors |= dict.fromkeys(at, reason(error, "choosing a token"))
-            top = own.max(-1)  # a valid id, which no row gets
+            top = own.max(-1)  # valid ids to go on with; no row gets them
         order += at
         best.append(top[0])
         tokens.append(top[1])
@@ -210,7 +211,7 @@ def _by_rules(
 
 
 def _scored(at: list[int], group: Sequence[Any], scores: Tensor) -> list[Scored]:
-    """Rows that are alike, ready to be drawn for, by candidates where these are enough."""
+    """Prepares alike rows for drawing, from candidates where these are enough."""
     rules, device = group[0].rules, scores.device
     known = rules_among_few(rules.processors, scores.shape[1]) if device.type in SORTING else None
     if known is None:
@@ -229,7 +230,7 @@ def _scored(at: list[int], group: Sequence[Any], scores: Tensor) -> list[Scored]
 
 
 def waits(device: torch.device) -> bool:
-    """Whether the host may look at what is computed there: it has waited for it anyway."""
+    """Whether the host can read a device's results at no cost, because it always waits for them."""
     return device.type == "cpu"
 
 
@@ -239,13 +240,13 @@ def reason(error: Exception, what: str) -> str:
 
 
 def _process(group: Sequence[Any], scores: Tensor, most: int | None = None) -> Tensor:
-    """Scores of rows that are alike after all their processors, each of which keeps the shape.
+    """Applies the processors of alike rows to their scores; each has to keep the shape.
 
     Args:
-        most: how many processors, if not all.
+        most: apply only so many processors; default all.
 
     Raises:
-        TypeError: what a processor returned are no scores.
+        TypeError: a processor returned something else than scores.
     """
     rules, shape, device = group[0].rules, scores.shape, scores.device
     ids = rules.text(group[0].length)
@@ -266,7 +267,7 @@ def _process(group: Sequence[Any], scores: Tensor, most: int | None = None) -> T
 
 
 def _groups(rows: Sequence[Any]) -> list[list[int]]:
-    """Places of rows that are processed together, ascending."""
+    """Groups the places of rows that are processed together, ascending."""
     groups: dict[Any, list[int]] = {}
     for i, row in enumerate(rows):
         rules = row.rules

@@ -3,14 +3,14 @@
 `schedule` composes a batch and opens its step; `book` takes in what the step did. `row_queues.py`
 has the rows that hold pages, `heads.py` says which prompts wait for one another.
 
-Rows join and leave at every step. A step feeds every decoding row its last token and fills what is
-left of its token budget with prompts, in the order of their queue, which may have put those of one
-prefix together (`order.py`). Two rules shape the rest:
+Rows join and leave at every step. A step feeds every decoding row its last token and fills the rest
+of its token budget with prompts, in the order of their queue, in which prompts of one prefix may
+stand together (`order.py`). Two rules shape the rest:
 
-- A row with samples joins when there are places for these, too. They would not be lost without, but
-  what they share with it might be by the time they join.
-- Drafts of what decoding rows go on with get what prompts left of the budget, and are dropped
-  before anybody is put back for their pages.
+- A row with samples joins only when there are places for these, too. Without places the samples
+  would join later, when the pages that they share with the row may be gone.
+- Drafts for decoding rows get what prompts left of the budget, and are dropped before a row is put
+  back for their pages.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from .results import GenerationStats
 from .row_queues import RowQueues
 from .rows import Batch, Outcome, Row
 
-LOOKAHEAD = 256  # waiting rows examined a step: what a job of a million prompts may cost
+LOOKAHEAD = 256  # waiting rows examined a step, so that a million prompts cost no more
 
 
 class Scheduler:
@@ -40,11 +40,11 @@ class Scheduler:
         step_tokens: most tokens a step computes, though never fewer than one for each running row.
         verify_width: most tokens of a decoding row in a step, all but the first of them drafted.
         most_sampling: tokens of a step that may get logits, and so rows that may run; default any.
-        stats: where it counts what was reused, put back and offloaded, and the fullest moment.
-        drafter: what drafts where `verify_width` is above 1; default prompt lookup.
+        stats: where it counts what was reused, put back and offloaded, and keeps the peak.
+        drafter: makes drafts if `verify_width` is above 1; default prompt lookup.
 
     Attributes:
-        rows: those that run, wait, and ended.
+        rows: the rows that run, wait, and have ended.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class Scheduler:
         self.rows = RowQueues(cache, self.branches, self.most_sampling, self.stats, self.drafter)
         self._evicts = cache.config.policy is not None
         self._decoding: list[Row] = []
-        self._shut_at = -1  # departures when a row could not join: none does until there are more
+        self._shut_at = -1  # departures when a row could not join: none joins until there are more
         self._logits_left = self.most_sampling
 
     # ------------------------------------------------------------------ one step
@@ -76,7 +76,7 @@ class Scheduler:
         """Lets rows join, composes a batch and opens its step.
 
         Returns:
-            None if there is nothing to compute, or rows had to leave and another must be composed.
+            None if there is nothing to compute, or if rows had to leave: then compose another.
         """
         batch = self._compose()
         return batch if batch is not None and self._open(batch) else None
@@ -115,14 +115,14 @@ class Scheduler:
 
     def _compose(self) -> Batch | None:
         if self.rows.is_changed:
-            # Rows that share a prefix side by side: attention serves them together.
+            # Rows that share a prefix stand side by side: attention serves them together.
             order = sorted(self.rows.running, key=lambda row: row.key)
             self._decoding = [row for row in order if not row.is_prefilling]
             self.rows.is_changed = False
         decoding = self._decoding
         prefilling = []
         if len(decoding) < len(self.rows.running):
-            # What has tokens already goes first: it gives its pages back sooner.
+            # Rows that have tokens already go first: they give their pages back sooner.
             prefilling = [row for row in self.rows.running if row.is_prefilling]
             prefilling.sort(key=lambda row: not row.tokens)
         budget = self.step_tokens - len(decoding)
@@ -131,7 +131,7 @@ class Scheduler:
         for row in prefilling:
             budget = self._feed(row, budget, fed)
         if budget > 0 and self.rows.waiting and not self._admission_is_closed:
-            with Uninterrupted():  # a row that waits is in `waiting` or in `running`
+            with Uninterrupted():  # every row is in `waiting` or in `running`
                 self._admit(prefilling, budget, fed)
         if not fed:
             if not decoding:
@@ -151,7 +151,7 @@ class Scheduler:
     def _draft(self, rows: list[Row], budget: int) -> list[Tokens]:
         """Returns a draft for each row; an empty list if no row has one."""
         longest = self.cache.config.max_sequence_length
-        # Even if all are right, a token is chosen behind the last.
+        # Even if all drafts are right, a token is chosen behind the last one.
         most = [min(self.verify_width, min(r.limit, longest) - r.length) - 1 for r in rows]
         drafts = self.drafter.drafts(rows, most, budget)
         return drafts if any(map(len, drafts)) else []
@@ -180,7 +180,7 @@ class Scheduler:
             return False
 
     def _feed_less(self, batch: Batch) -> bool:
-        """Halves the steps of a prompt that is alone, so that evictions between them make room."""
+        """Halves the steps of a lone prompt so that evictions make room; returns whether it did."""
         fed = sum(batch.num_fed)
         if not self._evicts or len(batch.rows) > 1 or fed == 1:
             return False
@@ -191,7 +191,7 @@ class Scheduler:
 
     @property
     def room(self) -> int:
-        """The number of rows that it wants to look at while they wait."""
+        """How many more waiting rows the scheduler wants to look at."""
         return max(0, LOOKAHEAD - len(self.rows.waiting))
 
     def submit(self, rows: list[Row]) -> None:
@@ -249,7 +249,7 @@ class Scheduler:
     # ------------------------------------------------------------------ rows leave
 
     def take_ended(self) -> list[Row]:
-        """The rows that left since the last call: finished ones and failed ones."""
+        """Returns the rows that have finished or failed since the last call."""
         ended, self.rows.ended = self.rows.ended, []
         return ended
 
@@ -258,7 +258,7 @@ class Scheduler:
         self.rows.is_changed = True
 
     def take_back(self, batch: Batch, failed: list[Row]) -> None:
-        """Takes back an open step, some of whose rows cannot be computed: each has its `error`."""
+        """Aborts an open step; the failed rows, which have their `error`, end."""
         self.cache.abort(batch.step)
         for row in failed:
             self.rows.fail_with_samples(row, str(row.error))

@@ -13,7 +13,7 @@ from pagedkv.models import layer_kinds
 
 from .chats import PARAMETERS
 
-# What `generate` does with these has no meaning for packed rows, or is not done here.
+# Options that have no meaning for packed rows, or are not done here, and their harmless values.
 NOT_SERVED = {
     "guidance_scale": (None, 1, 1.0),
     "token_healing": (None, False),
@@ -28,10 +28,10 @@ NOT_SERVED = {
     "return_dict_in_generate": (None, False),
 }
 
-# Of these no token depends on what a checkpoint says, as trainers leave it; a caller means them.
+# These change no token. Those that trainers left in a checkpoint are ignored, a caller's are not.
 OF_GENERATE = {name for name in NOT_SERVED if name.startswith(("output_", "return_"))}
 OF_GENERATE |= {"use_cache", "cache_implementation"}
-# What leads to another way of generating, and the value that does not.
+# Options that make `generate` generate in another way, and the value that does not.
 OTHER_WAYS = {
     "num_beams": 1,
     "penalty_alpha": None,
@@ -44,7 +44,7 @@ OTHER_WAYS = {
 
 _OF_THE_GENERATOR = "give it to BatchGenerator, not to a call"
 _OF_THE_TEMPLATE = "give it within chat_template_kwargs"
-# What callers of other things give here, and where it belongs.
+# Options that callers give here, and where they belong.
 ELSEWHERE = {
     "model": _OF_THE_GENERATOR,
     "tokenizer": _OF_THE_GENERATOR,
@@ -55,35 +55,35 @@ ELSEWHERE = {
 
 
 def require_here(options: dict[str, Any]) -> None:
-    """Raises TypeError for what belongs elsewhere than to the options of a call."""
+    """Raises TypeError for an option that does not belong to a call."""
     for name in options:
         if name in ELSEWHERE:
             raise TypeError(f"{name}: {ELSEWHERE[name]}")
 
 
 def unset(name: str, options: dict[str, Any], *configs: GenerationConfig | None) -> bool:
-    """Whether neither the options of a call nor its configurations say anything of a name."""
+    """Whether neither the options of a call nor its configurations set an option."""
     return options.get(name) is None and all(getattr(c, name, None) is None for c in configs)
 
 
 def inherited(options: dict[str, Any], config: GenerationConfig | None) -> set[str]:
-    """The names, of those that are looked at here, which a call leaves to the checkpoint."""
+    """Returns the names of options checked here that a call leaves to the checkpoint."""
     return {name for name in (*NOT_SERVED, *OTHER_WAYS) if unset(name, options, config)}
 
 
 class Served:
-    """The options of a call, and which of them are the checkpoint's.
+    """The options of a call, some of which come from the checkpoint.
 
     Args:
         config: all of them together.
-        inherited: names of those that nobody gave.
+        inherited: names of options that the caller did not give.
     """
 
     def __init__(self, config: GenerationConfig, inherited: set[str]) -> None:
         self._config, self._inherited = config, inherited
 
     def leave_out(self, others: dict[str, Any]) -> None:
-        """Takes back what a checkpoint says of how `generate` returns and caches.
+        """Removes the checkpoint's options on what `generate` returns and caches.
 
         Args:
             others: what transformers would hand on to the forward.

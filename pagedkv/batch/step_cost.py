@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import numpy as np
 
-FADE = 0.995  # what a step counts one step later: half of the weight is that of the last 140
-# The guess while all steps have about as many tokens: a step's constant is the time of this many
-# tokens. It weighs as much as steps that differ by a tenth.
+FADE = 0.995  # the weight of a step falls to this with each later one: the last 140 have half of it
+# While all steps have about equally many tokens, a step's constant is guessed to be the time of
+# BASE tokens. The guess weighs as much as steps whose tokens differ by a tenth.
 BASE, FIRM = 64, 0.1**2
 
 
 class StepCost:
-    """The time of a step: a constant, as for reading weights, and a time for each token."""
+    """The time of a step: a constant, for example to read weights, plus a time for each token."""
 
     def __init__(self) -> None:
         self._sums = np.zeros(5)
         self._is_first = True
 
     def add(self, steps: int, tokens: int, seconds: float) -> None:
-        """Takes in the time of `steps` with `tokens` in all; the first compiles and allocates."""
+        """Takes in the time of `steps` with `tokens` in all; skips the first, which compiles."""
         if not steps:
             return
         if not self._is_first:

@@ -1,4 +1,4 @@
-"""Sees and hears for the rows of a job: what a step is fed, and the positions of its tokens."""
+"""Images and audio of a job's rows: what a step is fed for them, and the positions of tokens."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from .results import GenerationStats
 from .rows import Batch, Row
 from .sampling import reason
 
-# What tokenizers say of a text when asked.
+# Further values that tokenizers return for a text when asked.
 SAID_OF_TEXTS = ("special_tokens_mask", "offset_mapping", "length")
-TEXT_ALONE = Sense("images", PIXELS, -1)  # of a model that takes neither: no token is one
+TEXT_ALONE = Sense("images", PIXELS, -1)  # for a model that takes neither: no token has the id -1
 
 
 class StepImages:
-    """Sees and hears for the rows of a job.
+    """Runs the model on images and audio, for the rows of a job.
 
     Args:
         stats: where it counts how often it ran the model for images or audio.
@@ -48,12 +48,12 @@ class StepImages:
         return sense_of(self._packed.model) or TEXT_ALONE
 
     def prompt(self, ids: Ints, inputs: Mapping[str, Any]) -> ImagePrompt | None:
-        """A prompt, whose positions are computed and whose images are not looked at yet.
+        """Makes a prompt with images, with its positions; `look` computes its images later.
 
-        None if it has no images.
+        Returns None if it has no images.
 
         Raises:
-            ValueError: its parts do not fit each other.
+            ValueError: its ids and inputs do not fit each other.
             UnsupportedModelError: the model takes no images.
         """
         inputs = {name: value for name, value in inputs.items() if value is not None}
@@ -100,7 +100,7 @@ class StepImages:
             except UnsupportedModelError as error:
                 part.row.error = str(error)
                 failed.append(part.row)
-            except Exception as error:  # mostly of pixels that do not fit the text
+            except Exception as error:  # mostly because pixels do not fit the text
                 part.row.error = reason(error, f"computing its {self._sense.word}")
                 failed.append(part.row)
         return failed
@@ -112,7 +112,7 @@ class StepImages:
         return self.vision.features(ids, inputs, places, images.positions, cache)
 
     def inputs(self, batch: Batch) -> Inputs | None:
-        """Returns the arguments of a step's forward; None where those of texts alone are right."""
+        """Returns the arguments of a step's forward; None if those of a step of text are right."""
         if all(row.images is None for row in batch.rows):
             return None
         step, parts = batch.step, _parts(batch)
@@ -127,9 +127,9 @@ class StepImages:
         return Inputs(ids[None], positions, self.vision.fed(at, features, self._packed.carrier))
 
     def _positions(self, batch: Batch, parts: list[Part]) -> Tensor | None:
-        """`[axes, 1, T]`: from each prompt's own, and behind it ahead by its own offset.
+        """Returns positions `[axes, 1, T]`: a prompt's own; behind it the step's plus its offset.
 
-        None where they are the step's.
+        Returns None if the model counts images like text, so that the step's positions are right.
         """
         tables = [row.images.positions for row in batch.rows if row.images is not None]
         if (first := tables[0]) is None:
@@ -146,7 +146,7 @@ class StepImages:
         return positions[:, None]
 
     def forget(self, batch: Batch) -> None:
-        """Lets go of the features that no later step of their row feeds."""
+        """Drops the features of prompts whose last image token this step has fed."""
         for part in _parts(batch):
             if part.end > part.images.places[-1]:
                 part.images.features = None
@@ -156,10 +156,10 @@ class Part(NamedTuple):
     """The tokens that a step feeds of a prompt with images.
 
     Attributes:
-        row, images: whose prompt it is.
-        begin, end: which of its tokens.
-        at: the first of them in the step.
-        places: those of them that are image tokens.
+        row, images: the row, and its prompt with images.
+        begin, end: the range of the prompt's tokens.
+        at: the place of the first of them in the step.
+        places: the places, in the prompt, of image tokens among them.
     """
 
     row: Row
@@ -177,7 +177,7 @@ class Part(NamedTuple):
 
 
 def _require_text(ids: Ints, inputs: Mapping[str, Any], sense: Sense) -> None:
-    """Raises where a prompt without pixels looks as if it should have had some."""
+    """Raises if other inputs or image tokens show that a prompt's pixels are missing."""
     word, given, token = sense
     if more := sorted(inputs.keys() - {*OF_TOKENS, *SAID_OF_TEXTS}):
         raise ValueError(f"{', '.join(more)}: expected {given} with it, or a text without {word}")
@@ -188,7 +188,7 @@ def _require_text(ids: Ints, inputs: Mapping[str, Any], sense: Sense) -> None:
 
 
 def _parts(batch: Batch) -> list[Part]:
-    """The prompts with images that a step feeds a part of."""
+    """Lists the parts of prompts with images that a step feeds."""
     if batch.counts is None:  # rows only decode
         return []
     found, ends = [], np.cumsum(batch.step.num_new).tolist()

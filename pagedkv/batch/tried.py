@@ -1,4 +1,4 @@
-"""Packed rows of a model that no list knows, held against the same rows alone."""
+"""Compares packed rows of a model that no list knows with the same rows alone."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from pagedkv.models.seen import seen_of
 
 from .packed import PackedModel
 
-FIRST = 7  # tokens of a prompt that is cut in two
-# Of each row, a step each. Some scans of transformers are another by 1e-3 than its single steps, so
-# that answers are computed one by one here as well.
+FIRST = 7  # tokens before the cut of the prompt that is cut in two
+# Tokens of each row in each step. Some scans of transformers differ by 1e-3 from its single steps,
+# so answers are computed token by token here, too, as rows alone are.
 CUTS = [
     (FIRST, LENGTHS[0] - FIRST, *[1] * (NEW - 1)),
     *((n, *[1] * (NEW - 1), 0) for n in LENGTHS[1:]),
@@ -26,13 +26,13 @@ CUTS = [
 
 @torch.no_grad()
 def require_like_alone(packed: PackedModel, unknown: str | None) -> None:
-    """Raises where packed rows of a model that was looked at would be others than rows alone.
+    """Raises if packed rows of a model that no list knows would differ from rows alone.
 
     Args:
-        unknown: "check" tries it now; None refuses what was not tried.
+        unknown: "check" tries the model now; None refuses one that was not tried.
 
     Raises:
-        UnsupportedModelError: a layer gives something else, or it was not tried.
+        UnsupportedModelError: a layer gives something else, or the model was not tried.
     """
     model = packed.model
     seen = seen_of(text_config(model))
@@ -48,7 +48,7 @@ def require_like_alone(packed: PackedModel, unknown: str | None) -> None:
 
 
 def _hold(packed: PackedModel, truth: Truth) -> None:
-    """Holds packed rows against rows alone; the first one is cut where others are whole."""
+    """Compares packed rows with rows alone; the first prompt is cut in two, the others are not."""
 
     def give() -> Rows:
         with PagedCache(truth.model, **PAGES) as pages, recorded(truth.model) as truth.last:

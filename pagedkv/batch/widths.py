@@ -1,4 +1,4 @@
-"""How many tokens a step computes: of all rows, and of one that decodes."""
+"""How many tokens a step computes: for all rows, and for a decoding one."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from torch import nn
 from pagedkv.planner import MemoryPlan
 
 NARROW, WIDE = 1024, 8192
-TOKEN_BYTES = 256 << 10  # what a token takes in the widest layer of 70 B parameters in bfloat16
+TOKEN_BYTES = 256 << 10  # of a token in the widest layer of a 70 B model in bfloat16
 WITH_DRAFT = 5  # four drafts behind a row's last token: more are seldom all right
-SHARE = 20  # of what weights leave of a card, half of the tenth that default pages leave
+SHARE = 20  # a step takes 1/20 of what weights leave of a card: default pages leave a tenth
 
 
 def default_step_tokens(model: nn.Module, device: torch.device) -> int:
-    """1,024, or on a card up to 8,192 as far as there is memory for what they take in a layer.
+    """Returns 1,024, or on a card up to 8,192 if there is memory for so many in a layer.
 
     A card multiplies 8,192 tokens by the same weights in less time than eight times 1,024; a
     processor does not.
@@ -33,10 +33,10 @@ def default_step_tokens(model: nn.Module, device: torch.device) -> int:
 def widths(
     step_tokens: int | None, verify_width: int | None, plan: MemoryPlan | None, has_draft: bool
 ) -> tuple[int | None, int]:
-    """The tokens of a step and of a decoding row: as given, else as planned, else by default.
+    """Chooses the tokens of a step and of a decoding row: as given, as planned, or by default.
 
     Returns:
-        `step_tokens`, None where it is the device that says, and `verify_width`.
+        `step_tokens`, None if the device decides, and `verify_width`.
 
     Raises:
         ValueError: one is no positive int, or leaves no room for drafts.

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from math import log
 
-WORTH = 0.25  # the chance to be right from which a draft is made
-MEMORY = 0.9  # what counts of a step's drafts one step later: about ten steps are remembered
-EVERY = 16  # steps after which a row is tried again of which no draft is worth it
+WORTH = 0.25  # a draft is made if its chance to be right is at least this
+MEMORY = 0.9  # what drafts count falls to this with each step: about ten steps are remembered
+EVERY = 16  # steps after which a row that gets no drafts is tried again
 
 
 class Pace:
-    """The drafts of one row: as many as are all right with a chance of `WORTH`.
+    """The number of drafts for one row: as many as are all right with a chance of `WORTH`.
 
     Args:
         most: drafts that it may get at once.
@@ -22,16 +22,16 @@ class Pace:
         self._waited = self._paused = 0
 
     def learn(self, drafted: int, right: int) -> None:
-        """Takes in how many of its drafts were right; behind a wrong one they say nothing."""
+        """Takes in how many of its drafts were right; those behind a wrong one do not count."""
         self._right = MEMORY * self._right + right
         self._tried = MEMORY * self._tried + right + (right < drafted)
 
     def pause(self) -> None:
-        """Gives it none for a while."""
+        """Gives the row no drafts for a while."""
         self._paused = EVERY
 
     def next(self) -> int:
-        """Drafts for the step that comes now."""
+        """Returns the number of drafts for the next step."""
         if self._paused:
             self._paused -= 1
             return 0

@@ -1,4 +1,4 @@
-"""A smaller model that drafts: whether it fits, and pages of its own beside the model's."""
+"""A smaller model that drafts: whether it fits the model, and its own pages."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from pagedkv.step.metadata import StepMetadata
 
 
 class DraftModel:
-    """A model that drafts for another one, whose pages follow from those of the other.
+    """A model that drafts for another one, with pages laid out like those of the other.
 
-    They are its own also where other generators use it, and have no host tier and no policy: what
-    they lack costs drafts, never a row.
+    The pages are for this generator alone, and have no host tier and no policy: when they run
+    short, rows lose drafts, but no row fails.
 
     Args:
         draft: the smaller model.
         main: the model it drafts for, and its pages.
-        width: tokens of a row in a step that are verified.
+        width: most tokens of a row that a step verifies.
         pack_weights: as for `PackedModel`.
 
     Raises:
@@ -57,13 +57,13 @@ class DraftModel:
         self.cache, self.width = cache, width
         positions = field_of(text_config(self.packed.model), "max_position_embeddings")
         self.longest = min(config.max_sequence_length or 0, positions or 1 << 31)
-        # A vocabulary is filled up to round numbers, which may differ; the words are the same.
+        # Vocabularies may be padded to different round numbers; the words are the same.
         self.vocabulary = vocabulary_of(self.packed.model)
         self._words = vocabulary_of(main.model)
         self._adapters = self.packed.adapters()
 
     def begin(self) -> None:
-        """Looks at its weights and adapters: pages of others are not found behind changed ones."""
+        """Forgets stored prefixes if the model's weights or adapters have changed."""
         self.packed.forget_stale()
         adapters = self.packed.adapters()
         if adapters != self._adapters:  # perhaps switched while rows of the last call were drafted
@@ -72,19 +72,19 @@ class DraftModel:
 
     @torch.inference_mode()
     def logits(self, step: StepMetadata, rows: list[int]) -> Tensor:
-        """Runs the model over an open step: `[n, words]` of the last tokens of some rows."""
+        """Runs the model over an open step; returns `[n, words]` for some rows' last tokens."""
         logits = self.packed.logits(step, step.last_rows[rows])
         if (more := self._words - logits.shape[1]) > 0:
             return nn.functional.pad(logits, (0, more), value=-torch.inf)
         return logits[:, : self._words]
 
     def close(self) -> None:
-        """Takes back the switch to paged attention. Idempotent."""
+        """Detaches the model from paged attention. Idempotent."""
         self.packed.close()
 
 
 def vocabulary_of(model: Any) -> int:
-    """Ids that a model knows."""
+    """Returns the number of ids that a model knows."""
     return int(text_config(model).vocab_size)
 
 
@@ -93,14 +93,14 @@ def require_draft(draft: Any, model: Any, tokenizer: Any) -> None:
 
     Raises:
         TypeError: it is no model of transformers, or has no language model head.
-        ValueError: it has another vocabulary, or computes elsewhere.
+        ValueError: it has another vocabulary, or is on another device.
         UnsupportedModelError: one of the two has recurrent states.
     """
     draft, model = without_adapters(draft), without_adapters(model)
     require_model(draft, "draft")
     require_head(draft, "draft")
     if not isinstance(model, PreTrainedModel):
-        return  # which says so itself
+        return  # `PackedModel` refuses it
     expected, got = vocabulary_of(model), vocabulary_of(draft)
     if not _has_same_words(draft, tokenizer) and expected != got:
         raise ValueError(
@@ -122,15 +122,15 @@ def require_draft(draft: Any, model: Any, tokenizer: Any) -> None:
 def _has_states(model: PreTrainedModel) -> bool:
     try:
         return bool(cache_config(model, max_tokens=1).states)
-    except Exception:  # a model that is refused for more than this
+    except Exception:  # such a model is refused for another reason
         return False
 
 
 def _has_same_words(draft: PreTrainedModel, tokenizer: Any) -> bool:
-    """Whether a draft's tokenizer is known here, and the same.
+    """Whether the draft's tokenizer is on this machine, and has the same words.
 
     Raises:
-        ValueError: an id of it stands for another word.
+        ValueError: it has another id for a word.
     """
     tokenizer = getattr(tokenizer, "tokenizer", tokenizer)
     name = draft.config._name_or_path
@@ -138,7 +138,7 @@ def _has_same_words(draft: PreTrainedModel, tokenizer: Any) -> bool:
         return False
     try:
         own = AutoTokenizer.from_pretrained(name, local_files_only=True)
-    except Exception:  # none in there
+    except Exception:  # its folder has none
         return False
     words, others = tokenizer.get_vocab(), own.get_vocab()
     if differ := [word for word, at in words.items() if others.get(word, at) != at]:
@@ -151,7 +151,7 @@ def _has_same_words(draft: PreTrainedModel, tokenizer: Any) -> bool:
 
 
 def draft_config(draft: Any, beside: CacheConfig, width: int = WITH_DRAFT) -> CacheConfig:
-    """The pages of a draft model: for as many tokens as the model's, and of the same size."""
+    """Returns the configuration of a draft's pages: as many and as large as the model's."""
     draft = without_adapters(draft)
     names = ("page_size", "max_sequences", "max_sequence_length", "max_step_tokens", "growth_step")
     fields = {name: getattr(beside, name) for name in names}
@@ -165,6 +165,6 @@ def tokens_for_both(model: Any, draft: Any, fields: dict[str, Any]) -> int:
     """Returns a `max_tokens` for the pages of two models if the caller gave none.
 
     Args:
-        fields: of the model's own pages.
+        fields: fields of `CacheConfig` for the model's own pages.
     """
     return tokens_of(without_adapters(model), fields, partial(draft_config, draft))

@@ -18,11 +18,11 @@ class Drafter(Protocol):
 
         Args:
             rows: decoding rows.
-            most: ids of each at most; below 1 none.
-            budget: ids of all of them at most.
+            most: the most ids for each row; below 1 none.
+            budget: the most ids for all rows together.
 
         Returns:
-            Of each row its draft, which may be empty.
+            A draft for each row, which may be empty; or an empty list.
         """
 
     def forget(self, rows: Iterable[Row]) -> None:
@@ -37,7 +37,7 @@ class Drafter(Protocol):
 
 def why_none(config: CacheConfig) -> str | None:
     """Returns why nothing can be drafted for a cache; None if drafts are possible."""
-    if config.read_tokens:  # a step of several reads everything, so results would depend on drafts
+    if config.read_tokens:  # steps of several tokens read all pages: drafts would change results
         return "with read_tokens"
     if config.states:
         return (

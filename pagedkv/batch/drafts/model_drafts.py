@@ -1,12 +1,12 @@
 """Drafts by a smaller model, for all rows of a job in one batch.
 
-A row that decodes has a sequence in the pages of the draft model. Its first step of a turn feeds
-what the row's text has beyond that, its prompt in chunks; each further step one more draft. What
-was fed of drafts that turned out wrong is cut off when the row's next draft is asked for.
+A decoding row has a sequence in the pages of the draft model. The first step of a turn feeds this
+sequence what it lacks of the row's text, a prompt in chunks; each further step feeds one draft.
+Drafts that turned out wrong are cut off when the row's next draft is asked for.
 
 A draft is chosen as the row itself chooses: greedily, or with the very numbers that the row is
-about to draw, read from a copy of its generator. So where the two models nearly agree the draft is
-what the row draws, and nothing of the row is touched.
+about to draw, read from a copy of its generator. So where the two models nearly agree, the draft is
+the token that the row draws, and the row's own generator is not touched.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ class Follower:
 
     Attributes:
         row: whose text its sequence follows.
-        rules: how its drafts are chosen: as the row's tokens, without what looks at ids.
-        pace: how many it gets.
+        rules: how its drafts are chosen: by the row's rules, without those that look at ids.
+        pace: how many drafts it gets.
         seq: its sequence in the pages of the draft model.
         done: tokens of the row's text that are committed there.
         fed: drafts that are committed behind them.
-        length: of the row's text when it was drafted for last; `drafted` is what it got then.
+        length, drafted: the row's length when it last got drafts, and these drafts.
     """
 
     row: Row
@@ -78,14 +78,14 @@ class Chunk:
 
 
 class ModelDrafts:
-    """The `Drafter` of one job whose drafts a model makes.
+    """The `Drafter` of one job that makes drafts with a model.
 
-    A model that raises costs the drafts of its job, not its rows: that is said in a warning.
+    If the model raises, a warning says so, and the job goes on without drafts.
 
     Args:
-        step_tokens: most tokens that a step of it computes.
+        step_tokens: most tokens that a step of the draft model computes.
         stats: where it counts its steps and their time.
-        ranks: those that share the model which the drafts are for.
+        ranks: those that share the main model.
     """
 
     def __init__(
@@ -113,7 +113,7 @@ class ModelDrafts:
             self._draft(rows, most, budget)
         except Exception as error:
             if self._ranks.size > 1:
-                raise  # the others may have their drafts
+                raise  # other ranks may have drafts, and all must have the same
             self.close()
             self._failed = True
             warn(
@@ -183,18 +183,18 @@ class ModelDrafts:
         return np.array(follower.drafted, np.int32)
 
     def _learn(self, follower: Follower) -> None:
-        """Compares what was drafted with what the row went on with, and cuts off the rest."""
+        """Compares the last drafts with the tokens that came, and cuts off the wrong ones."""
         row = follower.row
         since = row.since(follower.length)
         right = _agreeing(follower.drafted, since)
-        # A row whose drafts were dropped got a token of its own, not one behind its drafts.
+        # Drafts that were verified brought the row a token more than were right; dropped ones not.
         if follower.drafted and right < len(since):
             follower.pace.learn(len(follower.drafted), right)
             self._right += right
             self._tried += right + (right < len(follower.drafted))
         follower.length, follower.drafted = row.length, []
         stored = follower.done + len(follower.fed)
-        # The last token is always fed, also where its draft came to nothing: it brings logits.
+        # The last token is always fed, even if it was fed as a draft before: it brings logits.
         done = min(follower.done + min(right, len(follower.fed)), row.length - 1)
         if follower.seq != NOT_RUNNING:
             with Uninterrupted():
@@ -221,7 +221,7 @@ class ModelDrafts:
             if follower.seq == NOT_RUNNING and not self._join(follower, alike):
                 continue
             ids = follower.row.since(follower.done)
-            if int(ids.max()) >= self.model.vocabulary:  # images: what stands for them is no id
+            if int(ids.max()) >= self.model.vocabulary:  # the number of an image is no id
                 follower.pace.pause()
                 continue
             count = min(len(ids), room)
@@ -232,11 +232,11 @@ class ModelDrafts:
         return chunks
 
     def _head(self, row: Row) -> tuple[Salt, bytes]:
-        """The salt and tokens that rows have in common if one may wait for the other."""
+        """Returns the salt and first tokens; rows that differ here do not wait for one another."""
         return row.salt, row.key[: row.prompt.itemsize * self.cache.config.page_size]
 
     def _join(self, follower: Follower, alike: Sequence[Tokens]) -> bool:
-        """Gives a row its sequence, unless another one is computing what both have in common."""
+        """Gives a row its sequence, unless another row is computing tokens that both share."""
         row = follower.row
         ids = row.text()
         if int(ids.max()) >= self.model.vocabulary:
@@ -256,7 +256,7 @@ class ModelDrafts:
         return True
 
     def _open(self, chunks: list[Chunk]) -> StepMetadata | None:
-        """Opens a step; where pages are short, the rows that came last go without drafts."""
+        """Opens a step; if pages are short, the last rows go without drafts."""
         while chunks:
             try:
                 return self.cache.prepare(
@@ -270,7 +270,7 @@ class ModelDrafts:
 
     @torch.inference_mode()
     def _compute(self, step: StepMetadata, chunks: Sequence[Chunk]) -> None:
-        """Runs the model, commits what it was fed, and gives rows that have caught up a draft."""
+        """Runs the model, commits the step, and gives a draft to rows that have caught up."""
         last = [i for i, chunk in enumerate(chunks) if chunk.is_last]
         logits = self.model.logits(step, last)
         with Uninterrupted():
@@ -296,7 +296,7 @@ class ModelDrafts:
                 one.drafted.append(tokens[i])
 
     def _free(self, follower: Follower) -> None:
-        """Frees a sequence, after taking back an interrupted step that it is in."""
+        """Frees a sequence; aborts a step that an interrupt left open before."""
         if follower.seq == NOT_RUNNING:
             return
         if (step := self.cache.open_step) is not None:
@@ -307,7 +307,7 @@ class ModelDrafts:
 
 
 def _rules_of(row: Row) -> RowRules:
-    """A row's rules without those that look at its text, and with a generator of their own."""
+    """Returns a row's rules without those that look at its text, with their own generator."""
     rules: RowRules = row.rules
     pure = [one for one in rules.processors if type(one) in WITHOUT_IDS]
     generator = rules.generator
@@ -323,7 +323,7 @@ def _rules_of(row: Row) -> RowRules:
 
 
 def _agreeing(drafted: Sequence[int], tokens: Tokens) -> int:
-    """Counts the leading drafts that are the tokens that came."""
+    """Counts the leading drafts that equal the tokens that came."""
     count = 0
     for draft, token in zip(drafted, tokens.tolist()):
         if draft != token:

@@ -1,8 +1,8 @@
-"""Prompt lookup: drafts what a text goes on with from what it went on with before.
+"""Prompt lookup: drafts the tokens that followed where a text had its last tokens before.
 
-Texts repeat themselves: answers quote their prompts, code its names, lists their form. Whether a
-draft is right, only the model knows. Looking is a scan and no index: 10 us for 32,000 ids, and
-nothing to build for a prompt, to copy for a fork or to keep.
+Texts repeat themselves: answers quote their prompts, code its names, lists their form. The model
+verifies each draft. A lookup scans the text in 10 us for 32,000 ids; an index would have to be
+built for a prompt, copied for a fork, and kept.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ import numpy as np
 from pagedkv.arrays import Tokens
 from pagedkv.batch.rows import Row
 
-LONGEST = 3  # tokens compared at most: what followed them tells nearly as much as more would
+LONGEST = 3  # most tokens compared: comparing more would hardly make better drafts
 
 
 def draft(text: Tokens, most: int) -> Tokens:
     """Returns the tokens that followed the latest earlier occurrence of a text's last tokens.
 
-    The place agrees with the end in as many tokens as any does, up to `LONGEST`. What followed it
-    is repeated where it is shorter than `most`: a text that ends in a cycle goes on in it.
+    It takes the occurrence that agrees with the end in the most tokens, up to `LONGEST`. If fewer
+    than `most` tokens followed it, they are repeated: a text that ends in a cycle goes on in it.
 
     Args:
         text: `[n]` ids.
@@ -42,7 +42,7 @@ def draft(text: Tokens, most: int) -> Tokens:
 
 
 class PromptLookup:
-    """A text that grows, and what it may go on with.
+    """A growing text, from which its next tokens are drafted.
 
     Args:
         prompt: `[n]` ids it begins with, at least one.
@@ -55,7 +55,7 @@ class PromptLookup:
         """Returns up to `most` ids that may come next.
 
         Args:
-            tokens: all that came behind the prompt so far; what was seen before is not read again.
+            tokens: all that came behind the prompt so far; only those not seen before are read.
         """
         size = self._begin + len(tokens)
         if size > len(self._text):

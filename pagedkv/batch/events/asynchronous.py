@@ -15,14 +15,14 @@ from pagedkv.batch.results import GenerationStats, Result
 from .events import Events
 from .request import Event, Request
 
-MOST_UNREAD = 64  # unread events of a row, which then waits without pages
+MOST_UNREAD = 64  # a row with so many unread events waits without pages
 
 
 class AsyncRequest:
     """One row: `async for event in row` gives its events, `await row.wait()` its result.
 
     A row whose events nobody reads stops after 64 of them and holds no pages; it goes on where it
-    stopped once somebody reads. One that nobody holds any more is cancelled.
+    stopped once somebody reads. A row that nobody references any more is cancelled.
 
     Attributes:
         request: the row's `Request`.
@@ -73,7 +73,7 @@ class AsyncRequest:
         self._news.set()
 
     def end(self, error: BaseException | None) -> None:
-        """Notes that no more events come; the last one says so of a row left in the middle."""
+        """Notes that no more events come; a row that was cut off gets a last, "cancelled" one."""
         if error is None and not self._is_over:
             self._unread.append(Event(self.request, None, "", None, "cancelled"))
         self._is_over, self._error = True, error
@@ -126,7 +126,7 @@ class AsyncEvents:
         await asyncio.shield(asyncio.to_thread(self._thread.join))
 
     def _take_steps(self) -> None:
-        """Takes steps while there is a loop that hears of them, and ends all rows."""
+        """Takes steps until the events are closed or the loop is gone, then ends all rows."""
         assert self._loop is not None
         error: BaseException | None = None
         try:

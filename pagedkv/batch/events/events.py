@@ -31,11 +31,11 @@ class Maker(NamedTuple):
     """Functions by which the generator makes options, ids and results for events.
 
     Attributes:
-        options: of a count of prompts, or None, and what was given: the options.
-        ids: of a prompt, what its template is told and its place: its ids.
-        result: of a row that ended: its result.
-        tokenizer: gives the tokenizer, None where there is none.
-        parts: what a `Job` takes.
+        options: makes options from a count of prompts, or None, and the options given.
+        ids: makes ids from a prompt, what its template is told, and its place.
+        result: makes the result of a row that ended.
+        tokenizer: returns the tokenizer, None if there is none.
+        parts: the arguments of a `Job`.
     """
 
     options: Callable[[int | None, dict[str, Any]], GenerationOptions]
@@ -46,10 +46,10 @@ class Maker(NamedTuple):
 
 
 class Events(Iterator[Event]):
-    """Rows that are added at any time, and what each step does to them.
+    """Rows that are added at any time, and an iterator over their events.
 
     One thread reads the events, and so takes the steps. Any thread adds rows, cancels them and
-    waits for them. The iterator ends where no row is left, and goes on once another was added.
+    waits for them. The iterator ends when no row is left, and goes on once another was added.
 
     Attributes:
         stats: a `GenerationStats` of all its rows.
@@ -88,11 +88,11 @@ class Events(Iterator[Event]):
             prompt: text, ids, chat messages, or what a processor returns, as for `generate`.
             salt: the row shares prefixes only with rows of the same salt.
             chat_template_kwargs: what the chat template is told.
-            options: those of `generate`, for this row alone. A sample is a row: who wants several
-                adds the prompt several times, and it is computed once.
+            options: those of `generate`, for this row alone. A row is one sample: for several
+                samples, add the prompt several times; it is computed once.
 
         Raises:
-            ValueError, TypeError: the prompt or an option cannot be, or the events were closed.
+            ValueError, TypeError: the prompt or an option is invalid, or the events were closed.
         """
         told, salt = value_of(CHATS, chat_template_kwargs), value_of("salt", salt)
         with self._adding:
@@ -108,7 +108,7 @@ class Events(Iterator[Event]):
         return request
 
     def _options(self, options: dict[str, Any]) -> tuple[GenerationOptions, dict[str, Any]]:
-        """Returns a row's options, shared by rows of equal ones, and values of its own."""
+        """Returns a row's options, which rows with equal ones share, and values of its own."""
         own = {
             name: value_of(name, options[name])
             for name in ("seed", *EACH)
@@ -214,7 +214,7 @@ class Events(Iterator[Event]):
             self._end(None)
 
     def stop(self) -> None:
-        """Takes no more rows; the thread that takes steps ends the rest, or `close` does."""
+        """Accepts no more rows; the thread that takes steps ends the rest, or `close` does."""
         self._is_closed = True
         self._wake()
 
@@ -251,7 +251,7 @@ class Events(Iterator[Event]):
 
 
 def _key(options: dict[str, Any]) -> Any:
-    """Returns a key that equal options share; None if it cannot compare them, or time counts."""
+    """Returns a key that equal options share; None if they cannot be compared or limit the time."""
     values = []
     for name, value in sorted(options.items()):
         many = tuple(value) if isinstance(value, (list, tuple)) else (value,)

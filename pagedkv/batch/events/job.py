@@ -22,12 +22,12 @@ class EventsJob(GenerationJob):
     """Rows that were added, each with options of its own. `run` gives the events of each step.
 
     Args:
-        requests: by the place of their prompts; those that ended are taken out.
-        wishes: what other threads want of rows, in their order.
+        requests: by the place of their prompts; those that ended are removed.
+        wishes: what other threads want of rows, in the order of asking.
         result_of: makes the result of a row that ended.
-        tokenizer: gives the tokenizer whose text events have; None for none.
+        tokenizer: returns the tokenizer for the text of events, or None.
         logprobs: whether events have log-probabilities.
-        job: what `Job` takes.
+        job: the arguments of a `Job`.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class EventsJob(GenerationJob):
         return [events] if events else []
 
     def _heed(self, request: Request, wish: Wish) -> None:
-        """Does what another thread wants of a row, if that has not ended meanwhile."""
+        """Does what another thread wants of a row, if the row has not ended meanwhile."""
         row, rows = request.row, self._scheduler.rows
         if row is None or row.error or row.finish_reason:  # not taken in yet, or over
             return

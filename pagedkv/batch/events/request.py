@@ -43,7 +43,7 @@ class Request:
     Any thread may call what is here.
 
     Attributes:
-        index: how many were added before it.
+        index: how many prompts were added before it.
         result: its `Result`, once it ended; None before.
     """
 
@@ -57,10 +57,10 @@ class Request:
         self.result: Result | None = None
         self.row: Row | None = None
         self.text: Text | None = None
-        self.sent = 0  # tokens that events told of
+        self.sent = 0  # tokens that have become events
         self.is_cancelled = False
         self.wish, self._ended = wish, Signal()
-        self._reader = reader  # gives the thread that takes steps
+        self._reader = reader  # returns the thread that takes steps
         self._error: BaseException | None = None
 
     @property

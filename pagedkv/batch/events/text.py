@@ -8,8 +8,8 @@ from typing import Any
 
 from tokenizers.decoders import DecodeStream
 
-CUT = "\N{REPLACEMENT CHARACTER}"  # what bytes that are no whole character decode to
-UNSURE = CUT, " '"  # ends of texts that the next token may change: cleaning up joins quotes
+CUT = "\N{REPLACEMENT CHARACTER}"  # what the bytes of an incomplete character decode to
+UNSURE = CUT, " '"  # the next token may change texts that end so: cleaning up joins quotes
 BYTE = re.compile(r"<0x[0-9A-F]{2}>")
 
 
@@ -18,7 +18,7 @@ class Text:
 
     Args:
         tokenizer: of transformers; None gives empty text.
-        stops: strings that end the text. What may become one waits until it is known.
+        stops: strings that end the text. A piece that may become one is held back.
     """
 
     def __init__(self, tokenizer: Any, stops: Sequence[str] = ()) -> None:
@@ -33,11 +33,11 @@ class Text:
         self._run: list[int] = []  # bytes, which are decoded together
 
     def add(self, token: int) -> str:
-        """The text that is new and whole with a token."""
+        """Takes in a token; returns the text that is new and whole with it."""
         if self._pieces is None:
             return ""
         goes_on = _is_byte(self._tokenizer, token)
-        if self._run and not goes_on:  # what is skipped parts no bytes
+        if self._run and not goes_on:  # a skipped token does not separate bytes
             goes_on = not self._tokenizer.decode([token], skip_special_tokens=True)
         self._run.append(token)
         if goes_on:
@@ -45,7 +45,7 @@ class Text:
         run, self._run = self._run, []
         self._held += self._pieces.add(run)
         keep = 0
-        if not any(stop in self._held for stop in self._stops):  # one that is whole ends the row
+        if not any(stop in self._held for stop in self._stops):  # a whole one ends the row
             keep = max((_begun(self._held, stop) for stop in self._stops), default=0)
         return self._give(len(self._held) - keep)
 
@@ -71,13 +71,13 @@ class _Stream:
         new: Any = tokens if len(tokens) > 1 else tokens[0]
         try:
             return self._stream.step(self._backend, new) or ""
-        except Exception:  # tokens that change the text before them: it begins anew behind them
+        except Exception:  # the tokens change earlier text: begin anew with them
             self._stream = DecodeStream(skip_special_tokens=True)
             return self._stream.step(self._backend, new) or ""
 
 
 class _Window:
-    """Decodes the last tokens with and without those that are new: for any other tokenizer."""
+    """Decodes the last tokens with and without the new ones; serves any other tokenizer."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
@@ -98,12 +98,12 @@ class _Window:
 
 
 def _is_byte(tokenizer: Any, token: int) -> bool:
-    """Whether a token is a byte, for characters that a tokenizer does not have."""
+    """Whether a token is one byte of a character that the tokenizer does not have."""
     name = getattr(tokenizer, "convert_ids_to_tokens", lambda _: None)(token)
     return isinstance(name, str) and BYTE.fullmatch(name) is not None
 
 
 def _begun(text: str, stop: str) -> int:
-    """Characters at the end of a text with which a stop string begins, without all of it."""
+    """Counts the characters at a text's end that begin a stop string but do not complete it."""
     most = min(len(text), len(stop) - 1)
     return next((n for n in range(most, 0, -1) if text.endswith(stop[:n])), 0)

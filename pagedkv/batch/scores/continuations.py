@@ -1,9 +1,9 @@
-"""Continuations of contexts: rows whose next tokens are known, and what the model says of them.
+"""Continuations of contexts: rows whose next tokens are known, and how the model scores these.
 
 A context is computed once. Its continuations are samples of one prompt, in the words of `rows.py`:
-all get their first token from the context's last logits, and those with more tokens fork from it.
-What a row is fed behind its context is its continuation, as much as a step takes, and each token
-but the last gives the log-probability of the next one.
+the context's last logits score the first token of each, and those with more tokens fork from it.
+Behind its context a row is fed its continuation, as much of it as a step takes. Each token fed
+scores the next one, so the last token is not fed.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ NO_NUMBERS = "the model's logits are no numbers"
 
 
 def most_logits(model: PreTrainedModel, planned: int | None) -> int:
-    """Tokens of a step that get logits: as many as are planned for, or fit `LOGITS_BYTES`."""
+    """Returns how many tokens of a step get logits: as planned, or as many as fit LOGITS_BYTES."""
     if planned is not None:
         return planned
     return max(1, LOGITS_BYTES // (4 * text_config(model).vocab_size))
@@ -39,8 +39,8 @@ class Continuation(Row):
     """A continuation behind its context, which is its `prompt`.
 
     Attributes:
-        given: `[m]` ids, at least one. `tokens` are those of them that the model was asked about.
-        logprobs, greedy: of each of these its log-probability, and whether no other is likelier.
+        given: `[m]` ids, at least one. `tokens` are the first of them, which were scored already.
+        logprobs, greedy: for each of `tokens` its log-probability, and whether none is likelier.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class Continuation(Row):
         return True
 
     def join(self, text: Tokens, done: int) -> None:
-        """Notes the row's sequence; feeds it the context, and the continuation if it is alone."""
+        """Notes the row's sequence; while samples have yet to fork, only the context is fed."""
         super().join(text, done)
         if self.tokens or not self.samples:
             self.ids = self._known()
@@ -88,7 +88,7 @@ class Continuation(Row):
         )
 
     def _known(self) -> Tokens:
-        """Returns all ids that are ever fed: nothing comes behind the last token."""
+        """Returns all ids that are ever fed: the last token has no next one to score."""
         return np.concatenate([self.prompt, self.given[:-1]])
 
 
@@ -120,7 +120,7 @@ class ContinuationRunner(StepRunner):
 
 
 def _parts(batch: Batch) -> list[tuple[Continuation, int, int]]:
-    """Lists the rows and samples that get logits of a step, where theirs begin, and how many."""
+    """Lists the rows and samples that get logits of a step, where theirs begin, and their count."""
     widths = batch.num_logits
     return [
         (one, begin, width)  # type: ignore[misc]
@@ -130,7 +130,7 @@ def _parts(batch: Batch) -> list[tuple[Continuation, int, int]]:
 
 
 def look_up(logits: Tensor, places: Ints, ids: Tokens) -> tuple[list[float], list[bool]]:
-    """The log-probability of each of n tokens, and whether none is likelier.
+    """Returns the log-probability of each of n tokens, and whether none is likelier.
 
     Args:
         logits: `[rows, vocab]`.

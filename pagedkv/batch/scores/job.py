@@ -1,4 +1,4 @@
-"""A call of `score`: its contexts become rows, each with its continuations as samples."""
+"""A call of `score`: each context becomes rows, one for each of its continuations."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from .pairs import Context
 
 
 class ScoreJob(Job):
-    """A job whose prompts are contexts. The steps are those of any job."""
+    """A job whose prompts are contexts. Its loop is that of any job."""
 
     def _rows(self, coming: Coming) -> list[Row]:
-        """The rows of a context, one for each continuation, some of them perhaps with an error."""
+        """Makes the rows of a context, one for each continuation; a row may have an error."""
         given: Context = coming.prompt
         wrong = self._what_is_wrong(given.ids)
         ids = given.ids[:0] if wrong else given.ids
@@ -35,7 +35,7 @@ class ScoreJob(Job):
     def _what_is_wrong_behind(self, before: int, ids: Ints) -> str | None:
         if wrong := self._what_is_wrong(ids, "continuation"):
             return wrong
-        fed = before + ids.size - 1  # the last token never is
+        fed = before + ids.size - 1  # the last token is not fed
         cache = self._packed.kv.config.max_sequence_length
         for who, most in (("model", self._longest), ("cache", cache)):
             if fed > most:

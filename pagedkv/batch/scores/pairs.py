@@ -17,7 +17,7 @@ from pagedkv.pages.salts import Salt
 
 @dataclass(frozen=True)
 class Given:
-    """A continuation: of which prompt, its place among that prompt's, and its ids `[m]`."""
+    """A continuation: its prompt's place, its own place among that prompt's, and its ids `[m]`."""
 
     index: int
     choice: int
@@ -34,7 +34,7 @@ class Context:
 
 
 def by_prompt(continuations: Any, prompts: int) -> list[list[Any]]:
-    """The continuations of each prompt, from one list for all of them or a list for each.
+    """Returns the continuations of each prompt, from one list for all or a list for each.
 
     Raises:
         TypeError, ValueError: they are neither.
@@ -64,20 +64,20 @@ def contexts_of(
     tokenizer: Any,
     start: int | None,
 ) -> list[Context]:
-    """The contexts of all prompts, each once, with their continuations.
+    """Returns the distinct contexts of all prompts, with their continuations.
 
-    Text behind text is encoded together with it, because a tokenizer may merge over the border, and
-    cut behind as many tokens as the context has alone. What a tokenizer puts behind every text is
-    left out. So the choices of one prompt may differ in the last token of their context. Spaces at
-    a context's end belong to what follows.
+    Where both are text, context and continuation are encoded together, because a tokenizer may
+    merge over the border, and are cut behind as many tokens as the context has alone. So the
+    choices of one prompt may differ in the last token of their context. Ids that a tokenizer puts
+    behind every text are left out. Spaces at a context's end belong to the continuation.
 
     Args:
         each: the continuations of each prompt.
-        chats: what the template of each is told.
+        chats: what the template of each prompt is told.
         start: the token that stands for an empty context, if there is one.
 
     Raises:
-        TypeError, ValueError: a prompt is none, or has images.
+        TypeError, ValueError: something given is no prompt, or has images.
     """
     for i, prompt in enumerate(prompts):
         if has_images(prompt):
@@ -110,9 +110,9 @@ class _Pair:
     """A prompt and one of its continuations, and what the tokenizer is asked for them.
 
     Attributes:
-        is_joint: whether both are text; `texts` are the context then, and both together.
-        texts: else the prompt, if it is text.
-        behind: the continuation, if it is text behind a prompt that is none.
+        is_joint: whether both are text.
+        texts: the prompt if it is text; where `is_joint`, also both together.
+        behind: the continuation, if it is text and the prompt is not.
         ids: the continuation, if it is no text.
     """
 
@@ -130,7 +130,7 @@ class _Pair:
 
 
 def _encoded(tokenizer: Any, texts: list[str], bare: bool = False) -> dict[str, Ints]:
-    """Encodes all texts at once, without tokens that end one; bare ones without special tokens."""
+    """Encodes all texts at once, without ids that end a text; with `bare` without special ids."""
     each = list(dict.fromkeys(texts))
     if not each:
         return {}
@@ -141,7 +141,7 @@ def _encoded(tokenizer: Any, texts: list[str], bare: bool = False) -> dict[str, 
 
 
 def _ends(tokenizer: Any, text: str, ids: list[int]) -> int:
-    """Counts the ids that a tokenizer puts behind every text: something comes behind these."""
+    """Counts the ids that a tokenizer puts behind every text, where a continuation should stand."""
     own = list(tokenizer(text, add_special_tokens=False)["input_ids"])
     more = len(ids) - len(own)
     return next((more - at for at in range(more + 1) if own == ids[at : at + len(own)]), 0)
