@@ -1,9 +1,9 @@
 """Transformers: a `Cache` that keeps its tokens in pages, and the attention that reads them.
 
-`attach.py` switches a model over and refuses models that would be silently wrong, `cache.py` is the
-cache that `generate` is given, `layer.py` the part of it that one attention module calls,
-`attention.py` and `masks.py` the functions that transformers calls, and `release.py` knows what
-differs between its releases.
+`attach.py` switches a model over and refuses models that would be silently wrong, `cache.py` has
+the cache that `generate` is given, `layer.py` its part for one attention module, `attention.py` and
+`masks.py` the functions that transformers calls, and `release.py` the differences between its
+releases.
 """
 
 from .attach import attach, detach, register

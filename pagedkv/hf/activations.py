@@ -1,7 +1,7 @@
-"""Activations of a model whose numbers do not depend on where in a tensor they stand.
+"""Activations of a model, computed so that no number depends on its place in a tensor.
 
-torch takes the end of a tensor, or of a thread's share of it, number by number, and then rounds
-otherwise than its vectors do. While a step computes, and in its thread alone, activations are given
+torch computes the end of a tensor, or of a thread's share of it, number by number, which rounds
+differently from its vector code. So while a step computes, and only in its thread, activations get
 pieces that are whole vectors for every thread.
 """
 
@@ -18,10 +18,10 @@ from transformers import PreTrainedModel, activations
 
 from .swapped import StandIn, StandIns
 
-VECTORS = 64  # numbers after which any loop of torch begins anew: two vectors of 16 bits each
-ALONE = 1 << 15  # numbers that torch computes in one thread: its grain size
+VECTORS = 64  # any loop of torch takes a divisor of this at a time: two vectors of 16 bits each
+ALONE = 1 << 15  # so many numbers torch computes in one thread: its grain size
 
-# Classes that compute each number from itself, with nothing of their own but settings.
+# Classes that compute each number from itself, and hold nothing but settings.
 _PLAIN = {nn.SiLU, nn.GELU, nn.ReLU, nn.ReLU6, nn.Sigmoid, nn.Tanh, nn.Mish, nn.LeakyReLU}
 _PLAIN |= {
     one
@@ -34,7 +34,7 @@ _SHARED = weakref.WeakKeyDictionary()
 
 
 def activations_of(model: PreTrainedModel) -> Activations:
-    """The activations of a model, found at the first use and kept while they are used."""
+    """Returns the activations of a model, found at the first use and kept while they are used."""
     kept = _SHARED.get(model)
     found = None if kept is None else kept()
     if found is None:
@@ -44,12 +44,12 @@ def activations_of(model: PreTrainedModel) -> Activations:
 
 
 def in_whole_vectors(compute: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """Applies a function of single numbers, each computed as if it stood in a full vector."""
+    """Applies a function of single numbers, computing each as if it stood in a full vector."""
     flat = x.reshape(-1)
     if len(flat) <= ALONE and not len(flat) % VECTORS:
         return compute(flat).view(x.shape)
     out, begin = torch.empty_like(flat), 0
-    together = ALONE * torch.get_num_threads()  # of which each thread has whole vectors
+    together = ALONE * torch.get_num_threads()  # then each thread has whole vectors
     while begin < len(flat):
         left = len(flat) - begin
         piece = flat[begin : begin + (together if left >= together else ALONE)]
@@ -60,7 +60,7 @@ def in_whole_vectors(compute: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
 
 
 class Activations(StandIns):
-    """The activations of a model, which compute in whole vectors while a step of ours does."""
+    """The activations of a model, which compute in whole vectors during a step of ours."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()

@@ -1,6 +1,6 @@
-"""PEFT's adapters: the model around them, which of them act, and which tensors belong to them.
+"""PEFT's adapters: the model inside of them, which of them act, and which tensors are theirs.
 
-Nothing of PEFT is imported: its layers are known by the properties they have.
+Nothing of PEFT is imported: its layers are recognised by their properties.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from pagedkv.errors import UnsupportedModelError
 
-# Under these names a layer with adapters keeps what was in its place before.
+# Under these names a layer with adapters keeps the layer that was in its place before.
 WRAPPED = ("base_layer", "original_module", "token_adapter")
 NO_ADAPTER = "__base__"  # what PEFT calls a row that has none
-# PEFT's own wrappers whose forward is that of the model they wrap.
+# PEFT's own wrappers whose forward only calls the model's.
 PLAIN_FORWARDS = ("BaseTuner", "AdaLoraModel")
 
 
@@ -39,7 +39,7 @@ class Part(NamedTuple):
 
 
 def without_adapters(model: Any) -> Any:
-    """The transformers model in a PEFT model, with its adapters in it; others as they are.
+    """Returns the transformers model in a PEFT model, adapters included; other models unchanged.
 
     Raises:
         UnsupportedModelError: its adapters act outside of that model's layers.
@@ -71,7 +71,7 @@ def _why_not(model: Any) -> str | None:
 
 
 def without_adapter(layer: nn.Module) -> nn.Module:
-    """The layer that adapters were put around."""
+    """Returns the layer that adapters were put around."""
     for name in WRAPPED:
         inner = layer._modules.get(name)
         if inner is not None:
@@ -90,10 +90,10 @@ def _holds_adapters(kind: type) -> bool:
 
 
 def parts_of(model: nn.Module, adapters: bool = True) -> Iterator[Part]:
-    """Every module of a model that is not empty, once.
+    """Yields every module of a model that is not empty, once.
 
     Args:
-        adapters: also the modules in which PEFT's layers keep their adapters' tensors.
+        adapters: include the modules in which PEFT's layers keep their adapters' tensors.
     """
     seen = set()
     left = [Part("", model, False)]
@@ -132,7 +132,7 @@ class Held(NamedTuple):
 
 
 def tensors_of(model: nn.Module) -> Iterator[Held]:
-    """Every parameter and buffer of a model, and the tensors inside those that are wrappers."""
+    """Yields every parameter and buffer of a model, and the tensors inside of wrappers."""
     for path, module, of_adapter in parts_of(model):
         for tensors in (module._parameters, module._buffers):
             for name, tensor in tensors.items():
@@ -143,7 +143,7 @@ def tensors_of(model: nn.Module) -> Iterator[Held]:
 
 
 def _plain(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """A tensor, and the tensors inside it if it is a wrapper (quantised, distributed)."""
+    """Yields a tensor, and the tensors inside it if it is a wrapper (quantised, distributed)."""
     yield name, tensor
     if is_traceable_wrapper_subclass(tensor):
         for part in tensor.__tensor_flatten__()[0]:
@@ -152,17 +152,17 @@ def _plain(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
                 yield from _plain(f"{name}.{part}", inner)
 
 
-# ------------------------------------------------------------------ which of it acts
+# ------------------------------------------------------------------ which adapters act
 
 
 def acting(model: nn.Module, by_row: Sequence[str] | None = None) -> list[Any]:
-    """Each layer in which adapters act: its path, the adapters that act, and those merged in.
+    """Lists each layer in which adapters act: its path, the active and the merged adapters.
 
-    Where rows have adapters of their own, which one each has comes last.
+    If rows differ in their adapters, the adapter of each row comes last.
 
     Args:
         by_row: the adapter of each row in a call that PEFT's wrapper is about to make; by default
-            as its layers were told.
+            the one that its layers were told.
     """
     found: list[Any] = []
     for path, layer, of_adapter in parts_of(model, adapters=False) if "peft" in sys.modules else ():
@@ -180,7 +180,7 @@ def acting(model: nn.Module, by_row: Sequence[str] | None = None) -> list[Any]:
 
 
 def _by_row(layer: nn.Module) -> list[str] | None:
-    """The adapter of each row, which PEFT puts into its layers for a call with `adapter_names`."""
+    """Returns the adapter of each row, as PEFT tells its layers in calls with `adapter_names`."""
     for hook in layer._forward_pre_hooks.values():
         names = getattr(hook, "keywords", {}).get("adapter_names")
         if names is not None:
@@ -189,7 +189,7 @@ def _by_row(layer: nn.Module) -> list[str] | None:
 
 
 def _has(layer: nn.Module, adapter: str) -> list[str]:
-    """The parts of a layer that an adapter has a share in."""
+    """Returns the parts of a layer in which an adapter has modules or tensors."""
     return [
         name
         for name, part in layer._modules.items()
@@ -200,7 +200,7 @@ def _has(layer: nn.Module, adapter: str) -> list[str]:
 
 
 def _scales(layer: nn.Module, adapter: str) -> list[Any]:
-    """The numbers that say how much an adapter counts in a layer."""
+    """Returns the numbers by which an adapter is scaled in a layer."""
     return [
         (name, float(values[adapter]))
         for name, values in vars(layer).items()
@@ -209,13 +209,13 @@ def _scales(layer: nn.Module, adapter: str) -> list[Any]:
 
 
 def state_of(model: nn.Module, by_row: Sequence[str] | None = None) -> bytes:
-    """A digest of which adapters act, and how; no bytes where none does."""
+    """Returns a digest of which adapters act, and how; no bytes if none does."""
     found = acting(model, by_row)
     return sha256(repr(found).encode()).digest() if found else b""
 
 
 def salted(state: bytes, salt: bytes) -> bytes:
-    """The salt of prefixes that are computed with a caller's salt in a state of the adapters."""
+    """Returns the salt of prefixes computed under a caller's salt and a state of the adapters."""
     if not state:
         return salt
     return sha256(len(state).to_bytes(8, "little") + state + salt).digest()

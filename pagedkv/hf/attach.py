@@ -1,7 +1,7 @@
 """Switching a model to paged attention and back.
 
-Attachments are counted per model; the last one to go restores what was there before. Threads do so
-one after another; a finalizer, which may run in the middle of that, waits for nobody.
+Attachments are counted per model; when the last one goes, the former attention is restored. Threads
+attach and detach one after another; a finalizer, which may run in the middle of that, never waits.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ class _Attachment:
     """A model's attention before it was attached, and the hooks that attaching added.
 
     Attributes:
-        name: of its attention.
-        before: the same, for calls without pages.
-        hooks: by module, what begins and ends a forward of it.
-        others: hooks of modules that compute recurrent states, and what else is taken back.
+        name: the name of its former attention.
+        before: the former attention and masks, for calls without pages.
+        hooks: by module, hooks that begin and end a forward of it.
+        others: hooks of modules that compute recurrent states, and other changes to undo.
         count: attachments that were not taken back.
     """
 
@@ -54,14 +54,14 @@ class _Attachment:
 
     @property
     def all(self) -> list[Any]:
-        """All that is taken back."""
+        """All changes that detaching undoes."""
         return [*self.others, *itertools.chain(*self.hooks.values())]
 
 
 class _Original:
-    """An attribute of an attached model that makes copies of it unattached.
+    """An attribute of an attached model that makes its copies unattached.
 
-    Nobody would ever detach a copy, or know its former attention, least of all in another process.
+    Nobody would detach an attached copy or know its former attention, as in another process.
     """
 
     def __init__(self, config: Any, state: _Attachment) -> None:
@@ -77,7 +77,7 @@ class _Original:
 
 
 def _restored(config: Any, name: str, hooks: list[tuple[int, list[dict[int, Any]]]]) -> None:
-    """Takes back, in a copy, what attaching had done to the model."""
+    """Undoes, in a copy, what attaching had done to the model."""
     config._attn_implementation = name
     for number, tables in hooks:
         for table in tables:
@@ -95,7 +95,7 @@ if hasattr(os, "register_at_fork"):  # not on Windows, which has no fork
 def register() -> None:
     """Makes `attn_implementation="pagedkv"` known to transformers. Idempotent.
 
-    A name known for attention but not for masks would get no mask at all, so both go together.
+    If the name were known for attention but not for masks, models would get no mask at all.
     """
     warn_if_untested()
     AttentionInterface.register(NAME, attention_function)
@@ -115,7 +115,7 @@ def attach(model: PreTrainedModel) -> None:
 
 
 def leads_to(module: nn.Module, model: PreTrainedModel) -> bool:
-    """Whether a module that is called runs an attached model, or a part of it with its decoder."""
+    """Whether a called module runs an attached model, or a part of it that has its decoder."""
     state = _ATTACHED.get(model)
     return state is None or any(part in state.hooks for part in module.modules())
 
@@ -194,13 +194,13 @@ def _count_out(model: PreTrainedModel) -> None:
 
 
 def _around(given: Any, model: PreTrainedModel) -> list[nn.Module]:
-    """The modules of PEFT around a model; some call its `forward`, which runs no hooks of it."""
+    """Lists PEFT's modules around a model; some call its `forward`, which skips the hooks."""
     around = () if given is model else (given, getattr(given, "base_model", None))
     return [part for part in around if isinstance(part, nn.Module)]
 
 
 def _on_the_way(model: PreTrainedModel) -> list[nn.Module]:
-    """The models from this one to its decoder, each of which may be the one that is called."""
+    """Lists the models from this one down to its decoder; a caller may call any of them."""
     models = {n: m for n, m in model.named_modules() if isinstance(m, PreTrainedModel)}
     decoders = [f"{name}." for name, part in models.items() if part.config is text_config(model)]
     return [
@@ -211,7 +211,7 @@ def _on_the_way(model: PreTrainedModel) -> list[nn.Module]:
 
 
 def _switch(model: PreTrainedModel, name: str) -> None:
-    """Sets the attention of the decoder alone; a vision tower keeps its own."""
+    """Sets the attention of the decoder only; a vision tower keeps its own."""
     decoder = text_config(model)
     if facts_of(decoder.model_type).written:  # transformers would leave its name as it is
         decoder._attn_implementation = name

@@ -28,11 +28,11 @@ def attention_function(
     attention_mask: Tensor | None,
     **kwargs: Any,
 ) -> Any:
-    """Attention over pages where K came from a `PagedCache`, else what the model had before.
+    """Attends over pages if K came from a `PagedCache`, else as the model did before.
 
     Args:
         query: `[B, H, q, D]`.
-        key, value: as `update` returned them, or made of latents that it returned.
+        key, value: the ones that `update` returned, or made of latents that it returned.
         attention_mask: as `mask_function` returned it.
         kwargs: see `over_pages`.
     """
@@ -74,18 +74,18 @@ def over_pages(
     position_bias: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attends to what a layer has staged and to the pages.
+    """Attends to K and V that a layer has staged, and to the pages.
 
     Args:
         s_aux: `[H]`, attention sinks.
         indices, block_indices: a handle of the tokens that queries read, if the mask has none;
-            None for all.
-        position_bias: `[B, H, q, n]` by distance, as `distance_bias.py` has it made.
+            None for all tokens.
+        position_bias: `[B, H, q, n]`, a bias by distance; see `distance_bias.py`.
 
     Returns:
         `[B, q, H, D]`, zeros for padding tokens; no weights.
     """
-    if kwargs.get("is_causal") is None:  # an argument comes first
+    if kwargs.get("is_causal") is None:  # an argument wins over the module's own
         kwargs["is_causal"] = getattr(module, "is_causal", None)
     refuse_strange(dropout, kwargs)
     refuse_strange_sinks(module, s_aux)

@@ -26,8 +26,8 @@ class Before:
     """The attention of a model before it was attached.
 
     Attributes:
-        config: of its decoder, which modules of attention have and calls for masks are given.
-        name: of its attention; where it was made with ours, that which it would have by itself.
+        config: its decoder's; attention modules have it, and calls for masks are given it.
+        name: the name of its attention; of a model made with ours, the one it would have without.
     """
 
     config: Any
@@ -39,9 +39,9 @@ class Before:
         config = text_config(model)
         name, known = config._attn_implementation, _known.get(id(config))
         if name == NAME and known is not None:
-            return known  # of another model with this configuration
+            return known  # another model with this configuration is attached
         if facts_of(config.model_type).written:
-            name = "eager"  # as a layer computes under a name that it does not know
+            name = "eager"  # so a layer computes under a name that it does not know
         elif name == NAME:
             name = "sdpa" if model._supports_sdpa else "eager"
         made = _known[id(config)] = cls(config, name)
@@ -52,13 +52,13 @@ _known: weakref.WeakValueDictionary[int, Before] = weakref.WeakValueDictionary()
 
 
 def attention_before(module: nn.Module, terms: Mapping[str, Any]) -> Callable[..., Any]:
-    """The attention function that a module of attention called before.
+    """Returns the attention function that an attention module called before.
 
     Args:
         terms: the named arguments that it is called with.
     """
     before = _known.get(id(getattr(module, "config", None)))
-    if before is None:  # of a model that was given our attention by name alone
+    if before is None:  # the model was given our attention by name alone
         if known := [name for name in ("softcap", "s_aux") if terms.get(name) is not None]:
             raise UnsupportedModelError(
                 f"{known[0]}: SDPA leaves it out, and no other attention of this model is known; "
@@ -66,7 +66,7 @@ def attention_before(module: nn.Module, terms: Mapping[str, Any]) -> Callable[..
             )
         return sdpa_attention_forward
     named = [*_named(type(module))]
-    if before.name != "eager":  # a file of transformers may have other functions by the same names
+    if before.name != "eager":  # a model's file may have another interface with the same names
         interfaces = (one for one in named if isinstance(one, AttentionInterface))
         found: Callable[..., Any] = next(interfaces, AttentionInterface())[before.name]
         return found
@@ -82,15 +82,15 @@ def attention_before(module: nn.Module, terms: Mapping[str, Any]) -> Callable[..
 def mask_of_chosen(
     module: Any, query: Tensor, key: Tensor, mask: Any, terms: dict[str, Any]
 ) -> Any:
-    """The mask of a call without pages, narrowed to the tokens that the model's indexer chose.
+    """Narrows the mask of a call without pages to the tokens that the model's indexer chose.
 
-    Under `eager` and `sdpa` a model does this by itself; under any other name it hands them on.
+    Under `eager` and `sdpa` a model does this itself; under other names it passes the tokens on.
 
     Args:
         query, key: `[B, heads, n, D]`.
         mask: `[B, 1, q, length]`, bool or added to scores.
         terms: as for `attention_before`; `indices` `[B, q, n]` or `block_indices` `[B, G, q, n]`
-            are taken out where they are used.
+            are removed if they are used here.
     """
     before = _known.get(id(getattr(module, "config", None)))
     name = next((n for n in ("indices", "block_indices") if terms.get(n) is not None), None)
@@ -109,7 +109,7 @@ def mask_of_chosen(
 
 
 def _named(kind: type) -> Iterator[Any]:
-    """Yields the globals that a module's forward names, and those that its bases' forwards do."""
+    """Yields the globals that are named in the forwards of a class and of its bases."""
     for one in kind.__mro__:
         forward = inspect.unwrap(vars(one).get("forward", id))
         if isinstance(forward, FunctionType):
@@ -118,7 +118,7 @@ def _named(kind: type) -> Iterator[Any]:
 
 
 def masks_before(config: Any) -> Callable[..., Any]:
-    """The function that made masks before; a name without one got none."""
+    """Returns the function that made masks before; a name without a function makes none."""
     before, interface = _known.get(id(config)), AttentionMaskInterface()
     if facts_of(config.model_type).written and getattr(config, "alibi", False):
         raise UnsupportedModelError(

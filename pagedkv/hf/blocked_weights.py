@@ -1,11 +1,11 @@
 """Packed weights of a model on a CPU: its linear layers multiply with matrices packed before.
 
 The model stays transformers' own. Layers, and norms (`norms.py`), have another `forward` only while
-a step of ours computes, and only in its thread: whatever else is done with the model meets it as it
-was. Its weights stay where they are, so packing costs their size once more.
+a step of ours computes, and only in its thread: all other code finds the model as it was. Its
+weights stay where they are, so packing costs their size once more.
 
-With 8 bits a weight numbers are rounded, but for embeddings and the head: one model has one kind of
-packed weights at a time, and K and V that were computed so have an identity of their own.
+With 8 bits a weight, all weights but embeddings and head are rounded. So a model has only one kind
+of packed weights at a time, and K and V computed with rounded ones have their own identity.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _SHARED = weakref.WeakKeyDictionary()
 
 
 def require_way(pack_weights: Any) -> None:
-    """Raises ValueError where `pack_weights` is none of those there are."""
+    """Raises ValueError if `pack_weights` is no valid value."""
     if pack_weights not in (True, False, "auto", "int8"):
         raise ValueError(
             f"pack_weights: expected True, False, 'auto' or 'int8', got {pack_weights!r}"
@@ -58,15 +58,15 @@ def require_way(pack_weights: Any) -> None:
 def weights_for(
     model: PreTrainedModel, plan: MemoryPlan | None, taken: int
 ) -> PackedWeights | None:
-    """The packed weights of a model that can have them where memory is free; else none.
+    """Returns the packed weights of a model if they are possible and memory is free; else None.
 
     Args:
-        plan: of the memory, where there is one. It has counted packed weights, or they get none.
+        plan: the memory plan, if there is one: weights are packed only if it has counted them.
         taken: bytes of the free memory that others will fill; half of the rest may be taken.
     """
     if model.device.type != "cpu" or ranks_of(model).size > 1 or _why_none(model):
         return None
-    if any(kept.bits == 8 for kept in _kept(model)):  # one that asks for nothing gets exact ones
+    if any(kept.bits == 8 for kept in _kept(model)):  # without asking, weights stay exact
         return None
     layers = [part for part in model.modules() if _is_packable(part)]
     sizes = {id(layer.weight): layer.weight.nbytes for layer in layers}
@@ -76,7 +76,7 @@ def weights_for(
         return None
     try:
         return packed_weights(model)
-    except (MemoryError, RuntimeError) as error:  # of a limit that was not to be seen
+    except (MemoryError, RuntimeError) as error:  # a limit that nobody could see before
         if isinstance(error, RuntimeError) and "alloc" not in str(error):  # torch's word for it
             raise
         warn(f"pack_weights: {type(model).__name__} runs unpacked: {error}")
@@ -86,15 +86,15 @@ def weights_for(
 def packed_weights(model: PreTrainedModel, bits: int = 16, by_c: bool = False) -> PackedWeights:
     """Returns the packed weights of a model, made at the first use and kept while they are used.
 
-    What cannot be packed is left out.
+    Layers that cannot be packed are left out.
 
     Args:
-        bits: of a weight: 8, or 16 and more, as many as keep all weights what they are.
-        by_c: have all products by our own kernels, also where others are quicker.
+        bits: 8 bits a weight, or 16 for weights that keep their dtype.
+        by_c: compute all products by our own kernels, even where others are quicker.
 
     Raises:
-        ValueError: an open generator has those of other bits.
-        UnsupportedModelError: no weights of it can have 8 bits here.
+        ValueError: an open generator has packed weights of other bits.
+        UnsupportedModelError: its weights cannot have 8 bits here.
     """
     if bits == 8 and (reason := _why_none(model, bits)):
         name = type(model).__name__
@@ -116,8 +116,8 @@ def packed_weights(model: PreTrainedModel, bits: int = 16, by_c: bool = False) -
     return found
 
 
-# Families of which tests hold that a row has the same bits in any batch. Others may have operations
-# of their own that round by place, as torch's sigmoid does at the end of a tensor.
+# Families for which tests show that a row has the same bits in any batch. Others may have further
+# operations that round by place, as torch's sigmoid does at the end of a tensor.
 SAME_BITS = {
     *("cohere", "gemma2", "gemma3_text", "gpt_neox", "granite", "llama", "mistral", "olmo2"),
     *("phi", "phi3", "qwen2", "qwen3", "smollm3", "starcoder2"),
@@ -125,7 +125,7 @@ SAME_BITS = {
 
 
 def why_rows_differ(model: PreTrainedModel) -> str | None:
-    """Why products of a row may depend on others although C multiplies; None where they do not."""
+    """Returns why products of a row may depend on other rows despite C; None if they do not."""
     if reason := in_c.why_not(torch.float32):
         return reason
     if model.dtype not in (torch.float32, torch.bfloat16):
@@ -161,15 +161,15 @@ class PackedWeights(StandIns):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the packed weights, those of tied layers once."""
+        """Bytes of the packed weights; tied layers count once."""
         sizes = {id(one.packed): one.packed.nbytes for one in self._forwards.values()}
         return sum(sizes.values())
 
     def refresh(self) -> None:
-        """Packs what has changed since it was packed, or was not there; see `snapshot.py`.
+        """Packs weights that are new or have changed since they were packed; see `snapshot.py`.
 
-        Others may be in the middle of a step: what has not changed stays where it is meanwhile, or
-        some of their rows would be computed otherwise than the rest.
+        Other threads may be in the middle of a step. So the forwards of unchanged weights stay in
+        place meanwhile; otherwise a step would be computed partly with and partly without them.
         """
         with self._lock:
             before = self._sites
@@ -183,7 +183,7 @@ class PackedWeights(StandIns):
 
     def _pack(self) -> None:
         now = snapshot(self.model)
-        packed: dict[int, Packed] = {}  # by weight, which layers may have in common
+        packed: dict[int, Packed] = {}  # by weight: several layers may share one
         before, self._forwards = self._forwards, {}
         parts = [] if _why_none(self.model, self.bits) else list(parts_of(self.model))
         whole = _embeddings(self.model) if self.bits == 8 else None
@@ -206,7 +206,7 @@ class PackedWeights(StandIns):
         self._sites = list(chain(self._forwards.values(), self._norms.values()))
 
     def warn(self) -> None:
-        """Warns, once, where no layer is packed."""
+        """Warns, once, if no layer is packed."""
         reason = _why_none(self.model, self.bits)
         if reason and not self._warned:
             name = type(self.model).__name__
@@ -215,16 +215,16 @@ class PackedWeights(StandIns):
 
 
 def _embeddings(model: PreTrainedModel) -> set[int]:
-    """Ids of the weights of embeddings and the head, which lose most by being rounded."""
+    """Returns ids of the weights of embeddings and head, for which rounding would cost most."""
     found: set[int] = set()
     for name in ("get_input_embeddings", "get_output_embeddings"):
-        with suppress(AttributeError, NotImplementedError):  # of models that have none there
+        with suppress(AttributeError, NotImplementedError):  # some models have none there
             found.add(id(getattr(model, name)().weight))
     return found
 
 
 def _why_none(model: PreTrainedModel, bits: int = 16) -> str | None:
-    """Why no layer is packed; None where some are."""
+    """Returns why no layer is packed; None if some are."""
     if any(part._compiled_call_impl is not None for part in model.modules()):
         return "it is compiled"
     if model.device.type != "cpu":
@@ -268,12 +268,12 @@ class PackedForward(Swapped):
 
 
 def pack_rounded(weight: Tensor) -> Packed:
-    """A matrix of 8 bits a weight, where these hold it."""
+    """Packs a matrix with 8 bits a weight if its shape and values allow it, else exactly."""
     return eight_bits.pack(weight) if eight_bits.holds(weight) else pack(weight)
 
 
 def pack(weight: Tensor, by_c: bool = False) -> Packed:
-    """A matrix, packed by the kernels of its dtype, or by our own."""
+    """Packs a matrix for the best kernels of its dtype, or, `by_c`, for our own."""
     by_torch = in_c.why_not(weight.dtype) and not by_c
     return in_torch.pack(weight) if by_torch else in_c.pack(weight)
 
@@ -288,7 +288,7 @@ def product(x: Tensor, packed: Packed, bias: Tensor | None) -> Tensor:
 
 
 def why_not(dtype: torch.dtype) -> str | None:
-    """Why matrices of a dtype cannot be packed here; None where they can."""
+    """Returns why matrices of a dtype cannot be packed here; None if they can."""
     return in_torch.why_not(dtype) if in_c.why_not(dtype) else None
 
 
@@ -310,7 +310,7 @@ def _is_packable(layer: nn.Module) -> bool:
 
 
 def _has_bias_for(layer: nn.Linear, weight: Tensor) -> bool:
-    """Whether the bias is none, or one that kernels may read, which a pruned one is not."""
+    """Whether there is no bias, or one that kernels can read; a pruned layer has another kind."""
     if "bias" not in layer._parameters:
         return False
     bias = layer._parameters["bias"]

@@ -1,7 +1,7 @@
 """`PagedCache`: what `generate` takes as its cache.
 
-It leases one sequence per batch row from the pages it shares with other caches of its model. What
-forwards do to these rows is for `leased_rows.py`.
+It leases one sequence per batch row from the pages that it shares with other caches of its model.
+`leased_rows.py` has what forwards do to these rows.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 
 def in_turn(method: Call) -> Call:
-    """A method of `PagedCache` that has the pages to itself, and that no interrupt cuts in two."""
+    """Lets a method of `PagedCache` have the pages to itself, and keeps interrupts out of it."""
 
     @wraps(method)
     def whole(self: PagedCache, *args: Any, **kwargs: Any) -> Any:
@@ -60,17 +60,17 @@ class PagedCache(LeasedRows):
 
     All caches of a model share one pool of pages, so forks and copies share the pages of a common
     prefix. Threads may each have caches of their own, whose forwards take turns; one cache serves
-    one thread at a time. `close()` returns a cache's pages, and so does its collection.
+    one thread at a time. `close()` returns a cache's pages, and so does its garbage collection.
 
     Args:
         model: a decoder, or a PEFT model of one; it is switched to paged attention for as long as a
             cache of it lives.
         cache: pages to use; default the model's own, made at the first use.
-        plan: a memory plan whose sizes the model's own pages get, instead of the arguments below.
+        plan: a memory plan that sizes the model's own pages, instead of the arguments below.
         max_tokens: token slots of the model's own pages; by default they take a quarter of the free
             memory on a CPU, most of it on CUDA, and have at most 2**20 slots.
-        unknown: "check" looks at a model that no list knows, and serves it if it gives in pages
-            what it gives over transformers' own cache; default is to refuse it.
+        unknown: "check" tries a model that no list knows, and serves it if its outputs over pages
+            are those over transformers' own cache; default is to refuse it.
         fields: other fields of `CacheConfig` (page_size, max_sequences, rollback, ...).
 
     Raises:
@@ -118,13 +118,13 @@ class PagedCache(LeasedRows):
                 returns, images included.
             cache, plan, max_tokens, unknown, fields: as for the constructor.
 
-        With a `prefix_store` what is stored of the prefix is loaded, and the rest is computed and
+        With a `prefix_store` the stored part of the prefix is loaded, and the rest is computed and
         stored.
 
         Returns:
             A cache of one row. `generate` with `fork(n)` of it takes whole prompts, padded as a
-            tokenizer pads them: each row shares what it has in common with the prefix, and
-            computes the rest.
+            tokenizer pads them: each row shares the tokens that it has in common with the prefix,
+            and computes the rest.
         """
         given, model = model, without_adapters(model)
         require_model(model)
@@ -150,21 +150,21 @@ class PagedCache(LeasedRows):
                     made._add_named(ids[0].cpu().numpy())
             beside |= {cache_argument(model): made}
             if stored and made.kv.config.states and ids.shape[1] - made.seen > 1:
-                # The same prefix is found up to its last token, where its state is kept.
+                # Keep the state before the last token: the same prefix is found up to there.
                 compute(-1)
                 made.checkpoint()
             compute(None)
             if stored:
                 with made.kv.lock:
                     made.kv.store(made.rows[0])
-        except BaseException:  # hooks miss an interrupt, and nobody else has it to close
+        except BaseException:  # hooks miss an interrupt, and nobody else could close it
             made.close()
             raise
         return made
 
     @classmethod
     def of(cls, model: PreTrainedModel, cache: PagedKVCache, seqs: Sequence[int]) -> PagedCache:
-        """A cache whose rows are existing sequences, for example loaded from files.
+        """Makes a cache whose rows are existing sequences, for example loaded from files.
 
         The sequences belong to the cache from now on. Rows that are shorter than others count as
         padded on the left.
@@ -204,7 +204,7 @@ class PagedCache(LeasedRows):
 
     @in_turn
     def fork(self, n: int = 1) -> PagedCache:
-        """A cache with n rows for each row of this one; they share all pages."""
+        """Makes a cache with n rows for each row of this one; they share all pages."""
         self._require_changeable()
         attach(self.model)
         try:
@@ -225,7 +225,7 @@ class PagedCache(LeasedRows):
 
     @in_turn
     def _select(self, index: Sequence[int]) -> None:
-        """Makes row i what row `index[i]` was; pages are shared, none is copied."""
+        """Makes row i go on from the former row `index[i]`; pages are shared, none is copied."""
         self._require_changeable()
         if not self.rows:
             return
@@ -300,7 +300,7 @@ class PagedCache(LeasedRows):
         self.seen, self.kept, self.texts = 0, None, Texts()
 
     def close(self) -> None:
-        """Returns the pages and takes back the switch to paged attention. Idempotent."""
+        """Returns the pages and detaches the model from paged attention. Idempotent."""
         if self._finalizer.alive:
             if any(x is not None for x in (self.opened, self._entry, self._told)):
                 with self.kv.lock:
@@ -317,7 +317,7 @@ class PagedCache(LeasedRows):
 
     @in_turn
     def stats(self) -> CacheStats:
-        """Counts of pages and tokens, of all caches on this pool together."""
+        """Counts the pages and tokens of all caches on this pool together."""
         forget_dead()
         return self.kv.stats()
 

@@ -1,7 +1,7 @@
 """Scales, codes and settings that quantised weights carry beside their elements.
 
 Libraries keep them as attributes: of the weight (bitsandbytes, torchao), or of the module around it
-(bitsandbytes after its first forward, HQQ). Two weights may have the same elements and mean others.
+(bitsandbytes after its first forward, HQQ). Weights with the same elements may differ by these.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from .adapters import parts_of, tensors_of
 
-DEEPEST = 4  # of attributes within attributes: a scale that is quantised itself is at 2
-# Of a computation, not of a weight: libraries keep columns of the latest input as such.
+DEEPEST = 4  # levels of attributes in attributes: a scale that is quantised itself is at 2
+# Tensors of these dtypes belong to a computation: libraries keep columns of the latest input so.
 PASSING = torch.int32, torch.int64
 
 
 def carried_by(model: nn.Module) -> tuple[list[str], list[str], list[Tensor]]:
-    """Settings of a model's quantised weights, sorted, and the tensors beside their elements.
+    """Finds the settings of a model's quantised weights, and the tensors beside their elements.
 
     Returns:
-        Settings, and of each tensor the path of its module: within that a library may move it, so
-        none has a name of its own, and they are in any order.
+        Sorted settings, the path of each tensor's module, and the tensors, in any order. Tensors
+        have no name of their own, because a library may move them within their module.
     """
     held = list(tensors_of(model))
     seen = {id(each.tensor) for each in held}
@@ -53,7 +53,7 @@ def carried_by(model: nn.Module) -> tuple[list[str], list[str], list[Tensor]]:
 
 
 def _is_foreign(tensor: Tensor) -> bool:
-    """Whether a tensor is of a class that neither torch nor this package has."""
+    """Whether a tensor's class is neither torch's nor this package's."""
     return type(tensor).__module__.partition(".")[0] not in ("torch", "pagedkv")
 
 
@@ -64,11 +64,11 @@ def _attributes(value: Any) -> dict[str, Any]:
 def _walked(
     value: Any, seen: set[int], depth: int, name: str = "", whole: bool = False
 ) -> Iterator[tuple[str, Any]]:
-    """Tensors and numbers within a value, each with its name.
+    """Yields tensors and numbers within a value, each with its name.
 
     Args:
         seen: tensors that were found already, by `id`.
-        whole: also truth values and dtypes, some of which libraries set in the first forward.
+        whole: include truth values and dtypes, some of which libraries set in the first forward.
     """
     if value is None or isinstance(value, (nn.Module, type)) or callable(value):
         return

@@ -1,4 +1,4 @@
-"""K and V as a whole, for a model that was switched to another attention than ours."""
+"""Gathers all K and V, for a model that was switched to another attention than ours."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def write_and_gather(
 ) -> tuple[Tensor, Tensor]:
     """Writes K and V `[B, G, q, D]` and returns all K and V of the layer, padded as they came.
 
-    Under another attention a cache does not get the mask, so padding tokens are stored, too.
+    Another attention does not give the mask to the cache, so padding tokens are stored, too.
 
     Args:
         kept: `[B, seen]`, which tokens of the cache are stored; None for all.
@@ -54,7 +54,7 @@ def write_and_gather(
 
 
 def read(cache: ForwardCache, kept: Bools | None, layer: PagedLayer) -> tuple[Tensor, Tensor]:
-    """Copies of all K and V of a layer that are committed, padded as they came."""
+    """Returns copies of all committed K and V of a layer, padded as they came."""
     kv, index = cache.kv, layer.index
     if cache.touched:
         raise UnsupportedModelError(
@@ -71,7 +71,7 @@ def read(cache: ForwardCache, kept: Bools | None, layer: PagedLayer) -> tuple[Te
 def _in_columns(
     held: Sequence[tuple[Tensor, Tensor]], kept: Bools | None, columns: int
 ) -> tuple[Tensor, Tensor]:
-    """K and V of rows `[n, G, D]`, the last of their tokens, as `[B, G, columns, D]`.
+    """Puts K and V of rows' last tokens, `[n, G, D]` each, into `[B, G, columns, D]`.
 
     Args:
         kept: `[B, columns]`, in which columns the rows have tokens; None for all.

@@ -1,7 +1,7 @@
-"""A model's identity: K and V are never taken for those of a model that would compute others.
+"""A model's identity, so that no model is given K and V which it would compute differently.
 
-`fingerprint_of` is what files and prefixes carry of a model, in memory or streamed; `sums_of` adds
-all bytes of its weights, for what is found by itself in a prefix store.
+Files and prefixes carry a model's `fingerprint_of`, in memory or streamed; `sums_of` adds all bytes
+of its weights, for prefixes that a store finds by itself.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from .samples import bits, places_of, some_of
 from .shards import of_rank
 from .snapshot import Snapshot, is_stale, snapshot
 
-ROW = 8256  # bytes that are summed; no power of two, so that columns do not meet in a cache
-# Bytes at a time: a processor's cache keeps them from one sum to the other, a card has launches.
+ROW = 8256  # bytes of a row; no power of two, so that a column falls into different cache sets
+# Bytes at a time: few on a CPU, whose cache keeps them between two sums, many on a card's launch.
 AT_ONCE = {"cpu": 192 * ROW, "cuda": 8192 * ROW}
 # Fields of a configuration that name a model or say how it is called, not what it computes.
 UNTOLD = re.compile(
@@ -40,15 +40,15 @@ UNTOLD = re.compile(
 
 @torch.no_grad()
 def fingerprint_of(model: PreTrainedModel) -> bytes:
-    """A digest of what a model's K and V depend on besides the ids, 32 bytes.
+    """Returns a digest, 32 bytes, of all that a model's K and V depend on besides the ids.
 
-    That is its class and configuration, its parameters, the buffers that it saves and computes, and
-    the adapters that act. It is the same in every process, on any device, in memory and streamed:
+    These are its class and configuration, its parameters, the buffers that it saves and computes,
+    and the active adapters. It is equal in every process, on any device, in memory and streamed:
     elements that a `LayerStreamer` brings are read from their files. Only some elements of each
     tensor are read: the digest tells models apart, not forgeries. Weights that another library
     offloaded, or packed into an object of its own, cannot be read; then the digest is empty.
     """
-    # Copies: a step of another thread may put a forward into a module meanwhile.
+    # Copied, because a step of another thread may put a forward into a module meanwhile.
     owned = (own for module in model.modules() for own in vars(module).copy().values())
     if any(isinstance(own, torch.ScriptObject) for own in owned):
         return b""
@@ -69,10 +69,10 @@ def fingerprint_of(model: PreTrainedModel) -> bytes:
 
 @torch.no_grad()
 def sums_of(model: PreTrainedModel) -> bytes:
-    """A digest of all bytes of a model's tensors: one changed or exchanged element changes it.
+    """Returns a digest of all bytes of a model's tensors: a changed or swapped element changes it.
 
-    It reads every weight once. Empty where a `LayerStreamer` brings some: their elements are looked
-    at in their files, and reading them all would take as long as a pass.
+    It reads every weight once. It is empty if a `LayerStreamer` brings some weights: reading all of
+    these from their files would take as long as a pass.
     """
     tensors = {id(each.tensor): each.tensor for each in _held(model, acting(model))}.values()
     if any(hasattr(tensor, "elements") for tensor in tensors):
@@ -88,7 +88,7 @@ def sums_of(model: PreTrainedModel) -> bytes:
 
 
 def _sums(tensor: Tensor) -> Iterator[Tensor]:
-    """Sums over the rows and over the columns of words, and what is less than a row as it is."""
+    """Yields the bytes beyond the last whole row, then sums of words over columns and over rows."""
     if some_of(tensor) is None:
         return
     raw = tensor.detach().contiguous().flatten().view(torch.uint8)
@@ -109,7 +109,7 @@ def _told(value: Any) -> Any:
     """Returns the part of a configuration on which its model's results depend, as JSON."""
     if isinstance(value, PreTrainedConfig):
         value = {**vars(value), "model_type": value.model_type}
-    elif callable(getattr(value, "to_dict", None)):  # of a quantisation
+    elif callable(getattr(value, "to_dict", None)):  # the configuration of a quantisation
         value = value.to_dict()
     if isinstance(value, Mapping):
         named = ((str(name), each) for name, each in value.items())
@@ -122,7 +122,7 @@ def _told(value: Any) -> Any:
 
 
 def _held(model: PreTrainedModel, adapters: list[Any]) -> list[Held]:
-    """Parameters and buffers, in the order of their names, but for those of adapters at rest."""
+    """Returns parameters and buffers in the order of their names, without inactive adapters'."""
     names = {name for _, own, *_ in adapters for name, *_ in own}
 
     def found() -> list[Held]:
@@ -133,7 +133,7 @@ def _held(model: PreTrainedModel, adapters: list[Any]) -> list[Held]:
         )
         return sorted(acts, key=lambda each: each.name)
 
-    # Between the passes of a streamed model.
+    # A streamed model is looked at between two passes.
     between = getattr(model, "in_turn", None)
     return found() if between is None else between(found)
 
@@ -141,21 +141,21 @@ def _held(model: PreTrainedModel, adapters: list[Any]) -> list[Held]:
 def _read(model: PreTrainedModel, held: Held) -> Tensor:
     """Returns the elements of a tensor that a fingerprint is made of."""
     tensor: Any = held.tensor
-    if hasattr(tensor, "elements"):  # which a `LayerStreamer` brings
+    if hasattr(tensor, "elements"):  # a `LayerStreamer` brings it
         streamed: Tensor = tensor.elements(places_of(tensor)).to(model.device)
         return streamed
     some = some_of(tensor) if held.computed and tensor.is_floating_point() else None
-    # Another machine may compute other last bits. Integers are what no autocast changes.
+    # Another machine may compute other last bits; autocast does not change integers.
     return tensor if some is None else some.to(torch.bfloat16).view(torch.int16)
 
 
 class ModelIdentity(Identity):
-    """The identity of a model: its weights and adapters as they are when it is asked for.
+    """The identity of a model: its weights and adapters at the moment of asking.
 
     Args:
         given: a fingerprint that a caller gave the cache, used in place of the model's.
-        made: the fingerprint that is used once the model was collected.
-        rounded: how its weights are rounded where K and V are computed; empty if they are not.
+        made: the fingerprint that is used once the model was garbage-collected.
+        rounded: how the weights that compute K and V are rounded; empty if they are not.
     """
 
     def __init__(
@@ -176,7 +176,7 @@ class ModelIdentity(Identity):
 
     def weights(self) -> bytes:
         model = self.model()
-        if model is None or foreign_hook(model):  # what a hook computes is unknown
+        if model is None or foreign_hook(model):  # nobody knows what a hook computes
             return b""
         fingerprint = fingerprint_of(model)
         if not fingerprint:

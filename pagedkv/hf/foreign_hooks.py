@@ -1,4 +1,4 @@
-"""Forward hooks of others: they see packed rows, and may take them for a batch."""
+"""Forward hooks of other packages: they see packed rows, and may take them for a batch."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from torch import nn
 from torch.nn.modules import module as every_module
 from transformers import PreTrainedModel
 
-# Packages whose hooks know what they do, or do the same to every token.
+# Packages whose hooks are right for packed rows, or do the same to every token.
 KNOWN = {"pagedkv", "torch", "transformers", "accelerate", "peft", "bitsandbytes", "deepspeed"}
 KNOWN |= {"compressed_tensors"}
 
 
 def foreign_hook(model: PreTrainedModel) -> str | None:
-    """The first module of a decoder that has such a hook, and the hook; None without one."""
+    """Names the first module of a decoder that has a foreign hook, and the hook; None without."""
     of_modules = ((path or type(model).__name__, own) for path, own in _on_packed_rows(model))
     for path, module in chain([("every module", None)], of_modules):
         for _, hook in _forward_hooks(module):
@@ -28,9 +28,9 @@ def foreign_hook(model: PreTrainedModel) -> str | None:
 
 
 def hooks_of(model: nn.Module) -> frozenset[int]:
-    """The numbers of all forward hooks of others, by which K and V may differ.
+    """Returns the numbers of all foreign forward hooks, which may change K and V.
 
-    Torch gives no number twice, so that a hook that was removed and registered again has another.
+    Torch gives no number twice, so a hook that was removed and registered again has another one.
     """
     return frozenset(
         number
@@ -41,7 +41,7 @@ def hooks_of(model: nn.Module) -> frozenset[int]:
 
 
 def _forward_hooks(module: nn.Module | None) -> list[tuple[int, Any]]:
-    """The forward hooks of a module, or those that torch calls in every module, by number."""
+    """Returns a module's forward hooks by number; of None the hooks of every module."""
     if module is None:
         before, behind = every_module._global_forward_pre_hooks, every_module._global_forward_hooks
     else:
@@ -50,7 +50,7 @@ def _forward_hooks(module: nn.Module | None) -> list[tuple[int, Any]]:
 
 
 def _on_packed_rows(model: PreTrainedModel) -> Iterator[tuple[str, nn.Module]]:
-    """The modules of a model but for towers, which see images."""
+    """Yields a model's modules that see packed rows: not its towers, which see images."""
     inside = {*model.get_decoder().modules()}
     for path, module in model.named_modules():
         if module in inside or not path or module is model.get_output_embeddings():
@@ -62,7 +62,7 @@ def _is_known(hook: Any) -> bool:
 
 
 def _origin(hook: Any) -> tuple[str, str]:
-    """The module that a hook was written in, and its name there."""
+    """Returns the Python module in which a hook was written, and its name there."""
     while isinstance(hook, partial):
         hook = hook.func
     hook = getattr(hook, "__func__", hook)

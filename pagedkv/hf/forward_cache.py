@@ -35,31 +35,31 @@ Call = TypeVar("Call", bound=Callable[..., Any])
 
 
 def uncompiled(function: Call) -> Call:
-    """A function that compilers leave alone: one that looks at what they would specialise on."""
+    """Keeps compilers away from a function that looks at objects they would specialise on."""
     return torch.compiler.disable(function)  # type: ignore[no-untyped-call, unused-ignore]
 
 
 class ForwardCache(Cache):
-    """A cache as the layers, masks and attention of a forward know it.
+    """A cache as the layers, masks and attention functions of a forward see it.
 
     Attributes:
         model: the model that the cache was made for.
         kv: the pages.
         seen: tokens so far, padding included; the same for all rows.
         forward_layer: the layer that was updated last in this forward, -1 before the first.
-        attended_again: layers that attended in this forward to the K and V of another.
-        opened: the step of this forward; None before its first layer, and where all is padding.
-        transaction: the transaction of the forward that is under way; None where there is none.
+        attended_again: how many layers have attended in this forward to another layer's K and V.
+        opened: the step of this forward; None before its first layer, and if all is padding.
+        transaction: the transaction of the forward that is under way; None if there is none.
         touched: whether a layer took part in the forward that is under way.
         forward_is_paged: `is_paged` at the first layer of this forward.
-        is_placed: whether the model knows the positions of its tokens, of which rows may differ.
-        slopes: those of a bias of this forward, behind what tells it; see `written.py`.
-        latest_mask: the mask that was made last for a forward with it.
-        told_places: `[B, q, n]`, what an indexer chose last, of a model that makes a mask of it:
-            places among the tokens of the forward; -1 for those before it, and for none.
+        is_placed: whether the model is told the positions of its tokens, which differ by row.
+        slopes: the slopes of this forward's bias, with a key that tells which; see `written.py`.
+        latest_mask: the mask that was made last for a forward with this cache.
+        told_places: `[B, q, n]`, the latest choice of an indexer whose model makes a mask of it:
+            places among the tokens of the forward; -1 for tokens before it, and for none.
         rows: sequence ids of the batch rows; empty before the first forward.
-        texts: what they say.
-        prepared: what `generate` has prepared for its first forward, if images are in it.
+        texts: the texts of the rows.
+        prepared: what `generate` has prepared for its first forward, if that has images.
     """
 
     model: PreTrainedModel
@@ -96,17 +96,17 @@ class ForwardCache(Cache):
 
     @cached_property
     def is_written(self) -> bool:
-        """Whether the model's layers write attention out."""
+        """Whether the model's layers write attention out, instead of calling an interface."""
         return facts_of(text_config(self.model).model_type).written
 
     @cached_property
     def shared_layers(self) -> int:
-        """How many of the model's layers attend to the K and V of others."""
+        """How many of the model's layers attend to the K and V of other layers."""
         return attending_again(text_config(self.model))
 
     @property
     def position_ids(self) -> Tensor:
-        """Absent: models that would add the positions of a forward to it begin with those."""
+        """Absent, so that models which append positions to it begin with those of the forward."""
         raise AttributeError("position_ids")
 
     @position_ids.setter
@@ -115,47 +115,47 @@ class ForwardCache(Cache):
 
     @property
     def is_paged(self) -> bool:
-        """Whether the model attends over pages; another attention gets K and V as a whole."""
+        """Whether the model attends over pages; any other attention gets all K and V gathered."""
         return bool(text_config(self.model)._attn_implementation == NAME)
 
     @property
     def all_attended_again(self) -> bool:
-        """Whether the layers without K and V of their own have attended over pages, if they do."""
+        """Whether all layers without own K and V have attended, if they do so over pages."""
         return self.attended_again == self.shared_layers or not self.is_paged
 
     @property
     def knows_texts(self) -> bool:
-        """Whether rows can be held against what the cache has of them, by their ids."""
+        """Whether the ids of rows can be compared with those that the cache holds."""
         return False
 
     def __iter__(self) -> Iterator[tuple[Tensor | None, Tensor | None, None]]:
-        """K, V and nothing of each layer that has them, as transformers' own caches give them."""
+        """Yields K, V and None for each layer that has them, as transformers' own caches do."""
         return ((layer.keys, layer.values, None) for layer in self.paged)
 
     @abstractmethod
     def require_usable(self) -> None:
-        """Raises where the cache can take part in no forward."""
+        """Raises if the cache can take part in no forward."""
 
     def require_own(self, outermost: nn.Module) -> None:
-        """Raises where a forward is of another model than the cache was made for."""
+        """Raises if a forward is of another model than the one that the cache was made for."""
 
     def begin_forward(self, arguments: Mapping[str, Any]) -> dict[str, Any] | None:
         """Called before a forward that was given this cache, with its named arguments.
 
         Returns:
-            The named arguments that it is to run with instead; None leaves them as they are.
+            The named arguments to run with instead; None leaves them as they are.
         """
         return None
 
     def begin_part(self, arguments: Mapping[str, Any]) -> None:
-        """Called before a model within that forward is called with this cache."""
+        """Called before an inner model of that forward is called with this cache."""
 
     def end_forward(self) -> None:
         """Called when a forward that was given this cache is over and was not committed."""
 
     @abstractmethod
     def abort_step(self) -> None:
-        """Takes back all that a forward did that raised; without one, nothing."""
+        """Takes back all that a failed forward did; does nothing if none has failed."""
 
     @abstractmethod
     def open_step(self, shape: Sequence[int], mask: Tensor | None) -> None:
@@ -172,21 +172,21 @@ class ForwardCache(Cache):
 
     @abstractmethod
     def packed(self, x: Tensor) -> Tensor:
-        """The tokens of `[B, heads, q, D]` that are no padding, row after row: `[T, heads, D]`.
+        """Packs the tokens of `[B, heads, q, D]` that are no padding, row by row: `[T, heads, D]`.
 
-        With fewer tokens than K had in this forward they are the last of each row.
+        If `x` has fewer tokens than K had in this forward, they are the last of each row.
         """
 
     @abstractmethod
     def unpacked(self, out: Tensor, query: Tensor) -> Tensor:
-        """`[T, H, D]` back to `[B, q, H, D]`."""
+        """Unpacks `[T, H, D]` into `[B, q, H, D]`."""
 
     @abstractmethod
     def num_queries(self, new: int) -> Ints | None:
-        """`[B]`, how many of a row's last `new` tokens `packed` gives; None for all of a step."""
+        """`[B]`, how many of each row's last `new` tokens `packed` gives; None if all of a step."""
 
     def enter_mixer(self, mixer: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
-        """Called before a mixer runs on this cache; the arguments that it is to run with instead.
+        """Called before a mixer runs on this cache; returns the arguments to run with instead.
 
         None leaves them as they are.
         """
@@ -198,7 +198,7 @@ class ForwardCache(Cache):
 
     @abstractmethod
     def held(self, layer: Any) -> tuple[Tensor, Tensor] | None:
-        """Copies of all K and V that the rows have in a layer; None without rows."""
+        """Returns copies of all K and V that the rows have in a layer; None without rows."""
 
     @abstractmethod
     def update_dense(self, layer: Any, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -209,7 +209,7 @@ class _Waiting(threading.local):
     """K and V of a layer that wait for an attention function in this thread.
 
     Attributes:
-        last: the K and V that a layer staged last, until an attention function has taken them.
+        last: the latest staged K and V, until an attention function has taken them.
     """
 
     last: weakref.ref[Any] | None = None
@@ -219,7 +219,7 @@ waiting = _Waiting()
 
 
 def changed_after_cache(layer: int, how: str = "") -> UnsupportedModelError:
-    """The error for a model that changes K and V between the cache and the attention function."""
+    """Makes the error for a model that changes K and V between cache and attention function."""
     if layer < 0:
         return UnsupportedModelError(
             "a layer attends that was not given the cache of its forward: in training, layers that "
@@ -234,7 +234,7 @@ def changed_after_cache(layer: int, how: str = "") -> UnsupportedModelError:
 
 
 def other_model(expected: int, got: str) -> ValueError:
-    """The error of a cache that was made for a model of another depth."""
+    """Makes the error for a cache that was made for a model of another depth."""
     return ValueError(
         f"{CACHE}: expected a cache of this model, got one for {expected} layers where the "
         f"model has {got}"
@@ -244,7 +244,7 @@ def other_model(expected: int, got: str) -> ValueError:
 class PagedLength(int):
     """The number of keys a `PagedCache` reports for its mask.
 
-    Other code sees an int. The mask function knows by it that the mask is for one of our caches.
+    Other code sees an int. The mask function sees that the mask is for one of our caches.
     """
 
     cache: ForwardCache

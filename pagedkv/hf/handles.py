@@ -1,8 +1,8 @@
 """Handles that stand for K, V and masks between a cache of ours and the attention function.
 
-A handle has the shape, dtype and device of what it stands for, and no elements. So a model can hand
-it on, and whatever would compute with it raises: nothing that a model does to K, V or a mask is
-lost without a word.
+A handle has the shape, dtype and device of what it stands for, and no elements. So a model can pass
+it on, but any computation with it raises: no change that a model makes to K, V or a mask is
+silently lost.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .forward_cache import NAME, ForwardCache, changed_after_cache
 
 _aten = torch.ops.aten
 SIZES = {_aten.sym_size, _aten.size, _aten.sym_numel, _aten.numel, _aten.sym_stride, _aten.stride}
-ASKED = {_aten.dim: 4, _aten.is_contiguous: True}  # also where the shape is not told
+ASKED = {_aten.dim: 4, _aten.is_contiguous: True}  # answered even if the shape is not told
 ANDS = {_aten.bitwise_and, _aten.__and__}
 FLOATS = {_aten.where, _aten.lt}
 MOVES = {_aten.alias, _aten.detach, _aten.to, _aten._to_copy}
@@ -35,7 +35,7 @@ class Handle(Tensor):
     def of(
         cls, shape: Sequence[int], dtype: torch.dtype, device: torch.device, told: bool = True
     ) -> Self:
-        """A handle of this shape.
+        """Makes a handle of this shape.
 
         Args:
             told: whether models may ask for the shape.
@@ -50,11 +50,11 @@ class Handle(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Called for all that torch needs elements for, or a shape that is not told."""
+        """Called for functions that need elements, or a shape that is not told."""
         return next(_handles((args, kwargs))).computed(function, args, kwargs or {})
 
     def computed(self, function: Any, args: Any, kwargs: Any) -> Any:
-        """Returns the result of a function of torch that was called with this handle, or raises."""
+        """Returns the result of a torch function that was called with this handle, or raises."""
         raise NotImplementedError
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
@@ -75,7 +75,7 @@ class KVHandle(Handle):
     """K or V of one layer between `update` and the attention function: `[B, G, seen + q, D]`.
 
     Attributes:
-        staged: both, as the model gave them to the cache; a `Staged` of its layer.
+        staged: K and V as the model gave them to the cache: the `Staged` of its layer.
         is_key: whether this is K.
     """
 
@@ -84,10 +84,10 @@ class KVHandle(Handle):
 
     @classmethod
     def pair(cls, staged: Any) -> tuple[KVHandle, KVHandle]:
-        """The handles of K and V.
+        """Makes the handles of K and V.
 
-        Where rows are packed there is no length behind the cache that holds for all, and who asks
-        for it is refused.
+        If rows are packed, they have no common length behind the cache, and a model that asks for
+        it is refused.
         """
         new = staged.k.shape[2]
         length = staged.layer.cache.length_behind(new)
@@ -100,9 +100,9 @@ class KVHandle(Handle):
         return made[0], made[1]
 
     def computed(self, function: Any, args: Any, kwargs: Any) -> Any:
-        """Raises: pages have K and V as they were when the cache got them.
+        """Raises, because pages have K and V as they were when the cache got them.
 
-        In inference mode torch asks here, too, for what moves them to where they are.
+        In inference mode torch also calls this for moves that change nothing: they are allowed.
         """
         layer, kind = self.staged.layer.index, function.overloadpacket
         if kind in (_aten.to, _aten.contiguous):
@@ -122,11 +122,11 @@ class KVHandle(Handle):
 class ChosenHandle(Handle):
     """The tokens that an indexer chose, between it and the attention function.
 
-    To the model it is what its indexer returned of all rows: a mask of them, or their places.
+    The model takes it for its indexer's output for all rows: a mask of tokens, or their places.
 
     Attributes:
         layer: the layer of the cache that has the index keys by which they were chosen.
-        places: `[T, n]` or `[T, G, n]`, where they stand in their texts; below 0 for none.
+        places: `[T, n]` or `[T, G, n]`, their places in their texts; below 0 for none.
     """
 
     layer: int
@@ -134,7 +134,7 @@ class ChosenHandle(Handle):
 
     @classmethod
     def made(cls, layer: int, places: Tensor, of_row: Tensor, mask: MaskHandle) -> ChosenHandle:
-        """The handle of what an indexer returned for the last row, `of_row`, and for the others."""
+        """Makes the handle for all rows; `of_row` is what the indexer returned for the last one."""
         as_rows = *mask.shape[:-2], mask.shape[-2], places.shape[-1]
         shape = mask.shape if of_row.dtype == torch.bool else as_rows
         handle = cls.of(shape, of_row.dtype, mask.device)
@@ -142,7 +142,7 @@ class ChosenHandle(Handle):
         return handle
 
     def computed(self, function: Any, args: Any, kwargs: Any) -> Any:
-        """Raises: a choice that was changed would not be the one that attention reads by."""
+        """Raises: attention would read by the unchanged choice."""
         raise UnsupportedModelError(
             f"this model computes with the tokens that its indexer chose ({function}), which "
             "paged attention reads as they are"
@@ -153,11 +153,11 @@ class MaskHandle(Handle):
     """A mask that was made for a forward with a cache of ours: `[B, 1, q, seen + q]`.
 
     Attributes:
-        cache: whose forward it is for.
-        sights: how far a query sees by it; a short text looks the same by several.
+        cache: the cache of the forward that it is for.
+        sights: how far a query may see by it: for a short text several are the same mask.
         padding: `[B, seen + q]`, False for padding; None without padding.
-        chosen: the tokens that are seen of those; None for all.
-        bias: what the model has put into it besides; None for nothing.
+        chosen: the chosen tokens that are seen; None for all.
+        bias: a bias that the model has put into the mask; None without one.
     """
 
     cache: ForwardCache
@@ -175,13 +175,13 @@ class MaskHandle(Handle):
         shape: Sequence[int],
         device: torch.device,
     ) -> MaskHandle:
-        """The handle of a mask; see its attributes."""
+        """Makes the handle of a mask; see its attributes."""
         mask = cls.of(shape, torch.bool, device)
         mask.cache, mask.sights, mask.padding = cache, sights, padding
         return mask
 
     def computed(self, function: Any, args: Any, kwargs: Any) -> Any:
-        """A mask that is moved, or cut to the last queries, says the same to paged attention."""
+        """Returns the mask moved, cut to the last queries or narrowed; raises for anything else."""
         kind, shape = function.overloadpacket, [*self.shape]
         if kind in MOVES:
             return self._like(shape)
@@ -193,7 +193,7 @@ class MaskHandle(Handle):
         if kind in ANDS and isinstance(args[1], ChosenHandle):
             return self.narrowed(args[1])
         if self.cache.is_written and (kind in FLOATS or kind is _aten.masked_fill):
-            made = self._like(shape)  # the same as numbers that are added to scores
+            made = self._like(shape)  # the mask as numbers that are added to scores
             made.bias = args[0] if kind is _aten.masked_fill else None
             return made
         raise UnsupportedModelError(
@@ -202,7 +202,7 @@ class MaskHandle(Handle):
         )
 
     def narrowed(self, chosen: ChosenHandle) -> MaskHandle:
-        """This mask, of chosen tokens alone."""
+        """Returns this mask for chosen tokens only."""
         both = self._like([*self.shape])
         both.chosen = chosen
         return both
@@ -211,7 +211,7 @@ class MaskHandle(Handle):
         return self.made(self.cache, self.sights, self.padding, shape, self.device)
 
     def require_sight(self, layer: int, held: Sight) -> None:
-        """Raises where a layer attends under this mask and the cache holds another window of it."""
+        """Raises if this mask shows a layer another window than the cache holds of it."""
         if held not in self.sights:
             raise UnsupportedModelError(
                 f"sliding_window: layer {layer} attends under a mask of {self.sights[0]}, and by "
@@ -221,7 +221,7 @@ class MaskHandle(Handle):
 
 
 def staged_of(key: Tensor, value: Tensor) -> Any:
-    """Returns what a layer has staged if K and V are its handles; None if K is no handle."""
+    """Returns a layer's `Staged` if K and V are its handles; None if K is no handle."""
     if not isinstance(key, KVHandle):
         return None
     staged = key.staged
@@ -232,7 +232,7 @@ def staged_of(key: Tensor, value: Tensor) -> Any:
 
 
 def as_mask(mask: Any, cache: ForwardCache) -> MaskHandle:
-    """The mask that a layer attends under, if it was made for a forward with this cache."""
+    """Returns a layer's mask if it was made for a forward with this cache; else raises."""
     if isinstance(mask, MaskHandle) and mask.cache is cache:
         return mask
     if mask is None:

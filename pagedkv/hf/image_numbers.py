@@ -1,9 +1,9 @@
 """Numbers that stand for tokens of images or audio where texts are compared.
 
 An image is the same token many times over, whatever it shows. So in the text by which prefixes are
-found each of these tokens is a number made of the image's digest instead: two rows share an image
-only if pixels and grid agree, and audio only if features and masks do. The model gets the tokens
-that stand in the prompt.
+found, a number made of the image's digest replaces each of these tokens: two rows share an image
+only if pixels and grid agree, and audio only if features and masks do. The model gets the original
+tokens.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from .images import GRID, PIXELS, SOUNDS, image_token_of
 
 # No vocabulary has ids from here on; numbers of image tokens are between this and 2**31.
 FIRST_IMAGE_NUMBER = 2**30
-# What processors say of each token, and not of an image.
+# Inputs that processors make for each token, not for an image.
 KINDS_OF_TOKENS = ("mm_token_type_ids", "token_type_ids")
 OF_TOKENS = (*KINDS_OF_TOKENS, "attention_mask")
 
 
 def numbers_in(ids: Tensor, inputs: Mapping[str, Any], config: Any) -> Tokens | None:
-    """`[B, n]`, the numbers of image tokens among the ids of rows, and 0 for all others.
+    """Returns `[B, n]`, the numbers of image tokens among the ids of rows, and 0 for all others.
 
-    None where it is not known which tokens stand for what is given: without a grid, or of videos.
+    None if it is unknown which tokens stand for which image: without a grid, or with videos.
 
     Args:
-        inputs: what else a forward is given for these ids, and nothing about the text itself.
+        inputs: the other inputs of a forward for these ids, without those about the text itself.
     """
     token = image_token_of(config)
     if token is None or not inputs.keys() >= {PIXELS, GRID} or any("video" in x for x in inputs):
@@ -50,16 +50,16 @@ def numbers_in(ids: Tensor, inputs: Mapping[str, Any], config: Any) -> Tokens | 
 def numbers_of(
     ids: Tokens, inputs: Mapping[str, Any], places: Ints
 ) -> Iterator[tuple[Ints, Tokens]]:
-    """The tokens of each image, and the numbers by which they are found."""
+    """Yields the places of each image's tokens, and the numbers by which they are found."""
     for at, parts in _images(ids, inputs, places):
         digest = sha256(str(len(at)).encode())
         for name, part in sorted(parts.items()):
             digest.update(f"{name} {_described(part)}".encode())
             if isinstance(part, Tensor):
-                # What Whisper's processor returns as a mask may step over elements.
+                # The mask that Whisper's processor returns may be a view that skips elements.
                 flat = part.flatten().cpu().clone(memory_format=torch.contiguous_format)
                 digest.update(flat.view(torch.uint8).numpy().tobytes())
-        for name in KINDS_OF_TOKENS:  # by them some models read an image both ways
+        for name in KINDS_OF_TOKENS:  # some models read an image both ways by them
             if name in inputs:
                 kinds = np.asarray(inputs[name]).reshape(-1)[at[0] : at[-1] + 1]
                 digest.update(f"{name} {kinds.tolist()}".encode())
@@ -74,7 +74,7 @@ def _described(part: Any) -> str:
 def _images(
     ids: Tokens, inputs: Mapping[str, Any], places: Ints
 ) -> Iterator[tuple[Ints, dict[str, Any]]]:
-    """The tokens and inputs of each image; of all together, where it is not known whose is what."""
+    """Yields each image's token places and inputs; all together if they cannot be told apart."""
     parts = {name: value for name, value in inputs.items() if name not in OF_TOKENS}
     grid, pixels = parts.get(GRID), parts.get(PIXELS, parts.get(SOUNDS))
     runs = np.split(places, np.flatnonzero(np.diff(places) > 1) + 1)
@@ -102,15 +102,15 @@ def _images(
 
 
 def _counts(grid: Ints, tokens: int) -> Iterator[Ints]:
-    """The ways in which this many tokens may be those of images: how many each image has.
+    """Yields the ways to share out so many tokens among images: how many each image may have.
 
-    A token stands for equally many patches everywhere; or for a square of them, and each line of
-    squares ends with one token more.
+    Either every token stands for equally many patches, or for a square of patches, and each line of
+    squares ends with one more token.
     """
     frames, lines, columns = grid.T
     patches = grid.prod(-1)
     yield patches // max(1, int(patches.sum()) // tokens)
-    # The squares' side of which `tokens = patches / side**2 + lines / side`, over all images.
+    # The side of the squares, solved from `tokens = patches / side**2 + lines / side`.
     all_lines, all_patches = int((frames * lines).sum()), int(patches.sum())
     root = (all_lines**2 + 4 * tokens * all_patches) ** 0.5
     side = max(1, round((all_lines + root) / (2 * tokens)))

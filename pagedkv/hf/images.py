@@ -1,11 +1,11 @@
 """How a model sees the images of a prompt, or hears its audio: what its decoder is given for them.
 
-Every image-text model puts the features of its images into the embeddings of the text and hands
-these to its decoder, some with more of the kind beside them. So a model of any family is run up to
-its decoder, once for a prompt, and what arrives there for the tokens of its images is kept. Steps
-that feed these tokens put it back in the same place. Giving the model `inputs_embeds`
-would lose what stands beside them. Audio-text models do the same with audio, and so what these
-modules say of images holds for it.
+Every image-text model puts the features of its images into the embeddings of the text and gives
+these to its decoder, some with further tensors beside them. So a model of any family is run up to
+its decoder, once for a prompt, and the decoder's arguments for image tokens are kept as *features*.
+Steps that feed these tokens put the features back in the same place. Giving the model
+`inputs_embeds` would lose the tensors beside them. Audio-text models do the same with audio, so all
+that these modules say of images holds for audio.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ SOUNDS = "input_features"
 EMBEDDINGS, DEEPSTACK, DEEPSTACK_AT = "inputs_embeds", "deepstack_visual_embeds", "visual_pos_masks"
 # Arguments of decoders that hold something for each token, as `[B, T, ...]`.
 BY_TOKEN = (EMBEDDINGS, "per_layer_inputs")
-# Arguments that say nothing of images, or that a step has of its own.
+# Arguments that say nothing of images, or that a step makes itself.
 OTHERS = ("attention_mask", "input_ids", "position_ids", "cache_position")
 
 
@@ -40,15 +40,15 @@ class Features(NamedTuple):
     """The arguments of a decoder for the image tokens of a prompt, in their order.
 
     Attributes:
-        by_token: `[n, ...]` of each argument that holds something for each token.
-        deepstack: `[n, hidden]`, what is added behind each of the first layers.
+        by_token: `[n, ...]` for each argument that holds something for each token.
+        deepstack: `[n, hidden]` for each of the first layers, added behind it.
     """
 
     by_token: dict[str, Tensor]
     deepstack: list[Tensor]
 
     def part(self, begin: int, end: int) -> Features:
-        """The features of some of the image tokens."""
+        """Returns the features of some of the image tokens."""
         return Features(
             {name: values[begin:end] for name, values in self.by_token.items()},
             [values[begin:end] for values in self.deepstack],
@@ -56,7 +56,7 @@ class Features(NamedTuple):
 
     @staticmethod
     def joined(parts: list[Features]) -> Features:
-        """The features of several prompts, one behind the other."""
+        """Joins the features of several prompts, one behind the other."""
         if len(parts) == 1:
             return parts[0]
         return Features(
@@ -80,8 +80,8 @@ class Sense(NamedTuple):
     """The inputs that a model takes beside text.
 
     Attributes:
-        word: for it.
-        argument: of the model's forward that holds it.
+        word: its name in messages, `images` or `audio`.
+        argument: the argument of the model's forward that holds it.
         token: the id that stands in a text for each of its tokens.
     """
 
@@ -115,7 +115,7 @@ class Vision:
         self._places: Any = next(places, None)
 
     def positions(self, ids: Tensor, inputs: Mapping[str, Any]) -> tuple[Tensor, int] | None:
-        """The positions of a prompt's tokens, `[axes, n]`, and what follows them is ahead by.
+        """Returns a prompt's positions, `[axes, n]`, and how far ahead the next positions are.
 
         None for a model that counts the tokens of an image like those of a text.
 
@@ -139,7 +139,7 @@ class Vision:
         given |= {name: value for name, value in own.items() if name in accepted}
         try:
             positions, deltas = compute(**given)
-        except Exception as error:  # of whatever does not fit in there
+        except Exception as error:  # anything that does not fit raises somewhere in there
             tokens = int(kinds.sum())
             raise ValueError(
                 f"{GRID}: expected grids that fit the {tokens} image tokens of the text, the model "
@@ -155,25 +155,25 @@ class Vision:
         positions: Tensor | None,
         cache: Cache,
     ) -> Features:
-        """Runs the model up to its decoder; returns what that is given for a prompt's image tokens.
+        """Runs the model up to its decoder; returns the features of a prompt's image tokens.
 
         Args:
-            ids, inputs, positions: as above.
+            ids, inputs, positions: as for `positions`.
             places: `[n]`, where in the prompt its image tokens are.
-            cache: a cache of ours, by which the mask function knows whom it serves, and this
-                forward is told from those of other threads.
+            cache: a cache of ours; it tells the mask function that the forward is ours, and this
+                forward from those of other threads.
 
         Raises:
-            UnsupportedModelError: packed rows could not give it the same.
-            ValueError: the model makes several tokens of one of the text.
+            UnsupportedModelError: packed rows cannot give the decoder the same arguments.
+            ValueError: the model makes several tokens of one token of the text.
         """
-        # Qwen2-Audio asks for a mask where it makes many tokens of one, which is refused below.
+        # Qwen2-Audio needs a mask when it makes several tokens of one, which is refused below.
         given = {"attention_mask": torch.ones_like(ids[None]), **inputs}
         if positions is not None:
             given["position_ids"] = positions[:, None]
 
         def stop(_: nn.Module, __: Any, kwargs: dict[str, Any]) -> None:
-            if _are_given(cache, kwargs):  # and no forward of another thread
+            if _are_given(cache, kwargs):  # else it is a forward of another thread
                 raise _Reached(kwargs)
 
         hook = self._decoder.register_forward_pre_hook(stop, with_kwargs=True, prepend=True)
@@ -215,11 +215,11 @@ class Vision:
 
     @contextmanager
     def fed(self, places: Tensor, features: Features, cache: Cache) -> Iterator[None]:
-        """Within it the decoder is given these features, in forwards with this cache.
+        """Gives the decoder these features in forwards with this cache, within the context.
 
         Args:
             places: `[n]`, the packed tokens they belong to.
-            cache: the step's, by which forwards of other threads are left alone.
+            cache: the step's cache; forwards of other threads have another one.
         """
 
         def put(_: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -243,7 +243,7 @@ class Vision:
 
 
 def on_device(model: PreTrainedModel, inputs: Mapping[str, Any]) -> dict[str, Any]:
-    """A processor's inputs where the model computes, and in its dtype."""
+    """Moves a processor's inputs to the model's device and dtype."""
     device, dtype = device_of(model), model.dtype
     return {
         name: value.to(device, dtype if value.is_floating_point() else None)
@@ -254,7 +254,7 @@ def on_device(model: PreTrainedModel, inputs: Mapping[str, Any]) -> dict[str, An
 
 
 def sense_of(model: PreTrainedModel) -> Sense | None:
-    """The images that a model takes, or else audio; None of a model of text alone."""
+    """Returns the `Sense` of images that a model takes, or of audio; None for text alone."""
     accepted = inspect.signature(model.forward).parameters
     senses = (("images", PIXELS, IMAGE_TOKEN), ("audio", SOUNDS, AUDIO_TOKEN))
     for word, argument, names in senses:
@@ -265,7 +265,7 @@ def sense_of(model: PreTrainedModel) -> Sense | None:
 
 
 def image_token_of(config: Any) -> int | None:
-    """The id that stands in a text for each token of an image; None of a model without images."""
+    """Returns the id that stands for each token of an image; None for a model without images."""
     return _first_of(config, IMAGE_TOKEN)
 
 

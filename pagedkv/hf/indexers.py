@@ -1,9 +1,9 @@
 """Indexers: the modules of a model that choose the tokens which a query reads.
 
-An indexer scores all tokens of a text by keys of its own. These are one more layer of the same
-cache, so forks, prefixes and files have them without knowing of them. The module itself is called
-row by row, as if each row were alone: with its tokens, the keys that pages hold of it, and a mask.
-What it chooses goes on as a handle, and reaches attention as places of tokens in their texts.
+An indexer scores all tokens of a text by keys of its own. These keys are one more layer of the same
+cache, so forks, prefixes and files include them without special code. The module itself is called
+row by row, as if each row were alone: with the row's tokens, its keys from pages, and a mask. Its
+choice goes on as a handle, and reaches attention as places of tokens in their texts.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class IndexedLayer(PagedLayer):
 
     @property
     def indexer_position_ids(self) -> None:
-        """None, whatever a model sets: where tokens of a row stand is known without it."""
+        """None, whatever a model sets: the places of a row's tokens are known without it."""
 
     @indexer_position_ids.setter
     def indexer_position_ids(self, value: Tensor | None) -> None:
@@ -49,7 +49,7 @@ class IndexedLayer(PagedLayer):
         """Does nothing: its indexer, which comes first, has opened the step."""
 
     def choose(self, indexer: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
-        """Called before its indexer: the arguments that this is to run with instead."""
+        """Called before its indexer; returns the arguments that the indexer runs with instead."""
         cache = self.cache
         if not cache.is_paged:
             raise UnsupportedModelError(
@@ -61,7 +61,7 @@ class IndexedLayer(PagedLayer):
         if facts_of(text_config(cache.model).model_type).indexer == "pools":
             found = self._mask_of_tokens([x for x in given if isinstance(x, Tensor)])
         elif found is None and cache.latest_mask is not None:
-            found = cache.latest_mask()  # which attention alone is given
+            found = cache.latest_mask()  # a mask that only attention is given
         mask = as_mask(found, cache)
         if cache.forward_layer != self.index:  # else K and V are staged already
             self.begin()
@@ -69,7 +69,7 @@ class IndexedLayer(PagedLayer):
         return _Call(self, indexer, args, kwargs, mask).begin()
 
     def _mask_of_tokens(self, given: list[Tensor]) -> MaskHandle:
-        """A causal mask, where a model makes none: by `[B, q]`, which tokens are no padding."""
+        """Makes a causal mask if a model makes none: from `[B, q]`, which tokens are no padding."""
         cache, (hidden, *_) = self.cache, [x for x in given if x.ndim == 3]
         real = next((x for x in given if x.dtype == torch.bool and x.ndim == 2), None)
         (batch, new), kept, seen = hidden.shape[:2], getattr(cache, "kept", None), cache.seen
@@ -82,9 +82,9 @@ class IndexedLayer(PagedLayer):
         return MaskHandle.made(cache, (Sight(),), real, shape, hidden.device)
 
     def mask(self, given: Any) -> MaskHandle:
-        """See `PagedLayer`; where a model makes a mask of what was chosen, that one is held to it.
+        """See `PagedLayer`; a mask that a model made of the chosen tokens is compared with them.
 
-        It shows the tokens of this forward alone, as the latents that the model was given back are.
+        It covers only this forward's tokens, as do the latents that the cache gave the model back.
         """
         told = self.cache.told_places
         places = None if told is None else told()
@@ -98,7 +98,7 @@ class IndexedLayer(PagedLayer):
         return mask if torch.equal(shown[:, 0], seen[..., :-1]) else super().mask(given)
 
     def chosen(self, handle: Any) -> Tensor:
-        """`[T, n]`, the places that its indexer chose, by the handle that attention was given."""
+        """Returns the places `[T, n]` that its indexer chose, from the handle of attention."""
         if not isinstance(handle, ChosenHandle) or handle.layer != self.keys_layer:
             raise UnsupportedModelError(
                 f"layer {self.index}: what its indexer chose did not reach paged attention"
@@ -107,16 +107,16 @@ class IndexedLayer(PagedLayer):
 
 
 class RowKeys:
-    """The index keys of one row in one call; to its indexer they are a layer of a cache.
+    """The index keys of one row in one call; the indexer takes them for a layer of a cache.
 
     Args:
-        held: `[1, n, D]`, what pages have of the tokens before: keys, perhaps with rotations.
+        held: `[1, n, D]`, keys of earlier tokens from pages, perhaps with their rotations.
         pools: whether the indexer chooses pools of tokens.
 
     Attributes:
-        new: `[1, n, D]`, of the new tokens, once the indexer has made them.
-        keys: the same of all tokens.
-        rotary: cosines and sines of the new tokens; empty where pages do not have them.
+        new: `[1, n, D]`, keys of the new tokens, once the indexer has made them.
+        keys: keys of all tokens.
+        rotary: cosines and sines of the new tokens; empty if pages do not keep rotations.
     """
 
     new: Tensor
@@ -127,13 +127,13 @@ class RowKeys:
         self.rotary: list[Tensor] = []
 
     def update_index(self, idx_k: Tensor) -> Tensor:
-        """All keys of the row, `[1, 1, n, D]`, of one head."""
+        """Returns all keys of the row, `[1, 1, n, D]`, as one head."""
         return self.behind(idx_k[:, 0])[:, None]
 
     def behind(self, new: Tensor) -> Tensor:
-        """All keys of the row, `[1, n, D]`.
+        """Returns all keys of the row, `[1, n, D]`.
 
-        In pools a last element says which tokens are no padding. Pages have no others.
+        With pools, a last element says whether a token is no padding. In pages none is padding.
         """
         self.new = new[..., :-1] if self.pools else new
         held = self.held
@@ -143,12 +143,12 @@ class RowKeys:
         return self.keys
 
     def get_seq_length(self) -> int:
-        """Tokens of the row."""
+        """Returns the number of the row's tokens."""
         return self.keys.shape[1]
 
     @property
     def written(self) -> Tensor:
-        """`[n, 1, D]`, what pages get of the new tokens."""
+        """`[n, 1, D]`, the keys and rotations of new tokens, as pages keep them."""
         return torch.cat([self.new, *self.rotary], -1).transpose(0, 1)
 
 
@@ -156,7 +156,7 @@ class IndexView(View):
     """A cache for one call of an indexer: it has the keys of one row.
 
     Args:
-        index: of the indexer's layer.
+        index: the index of the indexer's layer.
     """
 
     def __init__(self, index: int, keys: RowKeys) -> None:
@@ -164,7 +164,7 @@ class IndexView(View):
         self.keys = keys
 
     def update_indexer(self, indexer_key_states: Tensor, layer_idx: int) -> Tensor:
-        """All keys of the row."""
+        """Returns all keys of the row."""
         return self.keys.behind(indexer_key_states)
 
 
@@ -172,7 +172,7 @@ class _Row(NamedTuple):
     """A row of a step.
 
     Attributes:
-        number: among the rows.
+        number: its place among the rows.
         tokens: its packed tokens.
         length: tokens of its text, the new ones included.
     """
@@ -183,14 +183,14 @@ class _Row(NamedTuple):
 
     @property
     def new(self) -> int:
-        """Its new tokens."""
+        """The number of its new tokens."""
         return int(self.tokens.stop - self.tokens.start)
 
 
 class _Call:
     """An indexer's work in one step.
 
-    The call that the model makes computes the last row; those before it are computed by this.
+    The model's own call computes the last row; this object computes the rows before it.
     """
 
     def __init__(
@@ -210,8 +210,8 @@ class _Call:
         self.outputs: list[Tensor] = []
 
     def begin(self) -> tuple[Any, dict[str, Any]]:
-        """Computes all rows but the last; the arguments of the last."""
-        # Where all tokens are padding the module runs on one of them, for nothing.
+        """Computes all rows but the last; returns the arguments for the last."""
+        # If all tokens are padding, the module runs on one of them, and its result is unused.
         rows = [None] if self.opened is None else _rows(self.opened, self.layer.keys_layer)
         for row in rows[:-1]:
             args, kwargs = self._arguments(row)
@@ -221,7 +221,7 @@ class _Call:
         return arguments
 
     def _arguments(self, row: _Row | None) -> tuple[Any, dict[str, Any]]:
-        """The module's arguments for a row as if it were alone."""
+        """Returns the module's arguments for a row as if it were alone."""
         keys = RowKeys(None if row is None else self._held(row), self.form == "pools")
         self.views.append(view := IndexView(index_of(self.indexer), keys))
 
@@ -241,7 +241,7 @@ class _Call:
         return tuple(map(of_row, self.args)), {k: of_row(x) for k, x in self.kwargs.items()}
 
     def _held(self, row: _Row) -> Tensor:
-        """The keys that pages hold of a row: `[1, n, D]`."""
+        """Returns the keys that pages hold of a row, `[1, n, D]`."""
         assert self.opened is not None
         layer, count = self.layer.keys_layer, row.length - row.new
         step = self.opened.at(layer)
@@ -251,31 +251,31 @@ class _Call:
         return held.flatten(0, 2)[None, :count]
 
     def _part_of(self, row: _Row | None, x: Tensor) -> Tensor:
-        """The tokens of a row, `[1, n, ...]`, of `[B, q, ...]`."""
+        """Takes the tokens of a row, `[1, n, ...]`, from `[B, q, ...]`."""
         if x.ndim == (4 if x.is_floating_point() else 3):  # positions of three axes
             return torch.stack([self._part_of(row, axis) for axis in x])
         if row is None:
             return x[:1, :1]
-        x = x.expand(self.mask.shape[0], *x.shape[1:])  # positions that no caller gives are of one
+        x = x.expand(self.mask.shape[0], *x.shape[1:])  # default positions have one row
         packed = self.cache.packed(x.flatten(2)[:, None] if x.ndim > 2 else x[:, None, :, None])
         return packed[row.tokens].reshape(1, row.new, *x.shape[2:])
 
     def _mask_of(self, row: _Row | None, mask: MaskHandle) -> Tensor:
-        """A causal mask of a row, with as many axes as that of all rows."""
+        """Makes a causal mask for a row, with as many axes as the mask of all rows."""
         n, length = (1, 1) if row is None else (row.new, row.length)
         seen = torch.ones(n, length, dtype=torch.bool, device=mask.device).tril(length - n)
         return seen[(None,) * (mask.ndim - 2)]
 
     def _places_of(self, row: _Row | None, positions: Tensor) -> Tensor:
-        """Places of a row's tokens, `[1, n]`, which begin blocks, be their positions others."""
+        """Returns the places of a row's tokens, `[1, n]`: blocks go by these, not by positions."""
         n, length = (1, 1) if row is None else (row.new, row.length)
         return torch.arange(length - n, length, device=positions.device)[None]
 
     def _rotary_of(self, keys: RowKeys, new: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Cosines and sines of a row's new tokens, or of all where the indexer takes those.
+        """Returns cosines and sines of a row's new tokens, or of all if the indexer needs them.
 
         Blocks of keys are rotated once they are full, by the position of their first token. So
-        pages have the rotation of each token beside its key. Both halves of it are alike.
+        pages keep each token's rotation beside its key, one half of it, as both halves are equal.
         """
         if self.form != "blocks":
             return new
@@ -287,7 +287,7 @@ class _Call:
         return tuple(torch.cat([torch.cat([x, x], -1), y], 1) for x, y in zip(held, new))
 
     def _finish(self, output: Tensor) -> Tensor:
-        """Writes the new keys, and hands on what was chosen."""
+        """Writes the new keys, and passes on the choice as a handle or as places."""
         outputs, layer, like = [*self.outputs, output], self.layer.keys_layer, self.mask
         chosen = output.new_empty(0, 1, dtype=torch.int32)
         if self.opened is not None:
@@ -300,12 +300,12 @@ class _Call:
         if self.form != "pools":
             return handle
         told = self._told(chosen)
-        vars(told)["chosen"] = like.narrowed(handle)  # it lives as long as the model has these
+        vars(told)["chosen"] = like.narrowed(handle)  # lives as long as `told`
         self.cache.told_places = weakref.ref(told)
         return told
 
     def _told(self, chosen: Tensor) -> Tensor:
-        """Returns the places, `[B, q, n]`, of chosen tokens among those of this forward."""
+        """Returns the places of chosen tokens among the tokens of this forward, `[B, q, n]`."""
         batch, _, new, _ = self.mask.shape
         if self.opened is None:
             return chosen.new_full((batch, new, 1), -1)
@@ -321,11 +321,11 @@ class _Call:
         return self.cache.unpacked(told[:, None] + 1, query)[:, :, 0] - 1
 
     def _chosen_by(self, output: Tensor) -> list[Tensor]:
-        """The tokens that each query of a row reads, `[k]` or `[k, G]`, of an indexer's output.
+        """Returns the tokens that each query of a row reads, `[k]` or `[k, G]`, from an output.
 
         Args:
-            output: a mask of them `[1, 1, n, length]`, themselves `[1, n, k]`, or of each KV head
-                blocks of them `[1, G, n, k]`.
+            output: the indexer's: a mask of tokens `[1, 1, n, length]`, tokens `[1, n, k]`, or
+                blocks of tokens for each KV head `[1, G, n, k]`.
         """
         if output.dtype == torch.bool:
             mask = output[0, 0]
@@ -340,7 +340,7 @@ class _Call:
 
 
 def _rows(step: StepMetadata, layer: int) -> list[_Row | None]:
-    """The rows of a step."""
+    """Lists the rows of a step."""
     lens, stop, rows = step.kv_lens_of(step.group_of(layer)).tolist(), 0, []
     for number, (new, length) in enumerate(zip(step.num_new.tolist(), lens)):
         rows.append(_Row(number, slice(stop, stop + new), length))

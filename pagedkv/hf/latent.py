@@ -1,7 +1,7 @@
-"""Multi-head latent attention (MLA): pages keep latents, attention is over them or over K and V.
+"""Multi-head latent attention (MLA): pages keep latents; attention reads them, or K and V of them.
 
-A model gives its cache latents `c` and one rotated key for all heads, and expands them to K and V
-behind it. Pages keep both side by side as K; V is their first part. There are two ways to attend:
+A model gives its cache latents `c` and one rotated key for all heads, and later expands them to K
+and V. Pages keep both side by side as K; V is the latent. There are two ways to attend:
 
 - *absorbed*: queries are multiplied with the half of `kv_b_proj` that makes K, so that they meet
   the latents themselves, and sums of latents with the half that makes V. All heads share one read
@@ -9,7 +9,7 @@ behind it. Pages keep both side by side as K; V is their first part. There are t
 - *expanded*: the model makes K and V of the latents. A pair of query and key costs less than a
   third of the arithmetic, but all keys have to be made first, which suits prompts.
 
-The model's own `expand_kv` says what is true: the first forward holds the absorbed form against it.
+The model's own `expand_kv` is the truth: the first forward compares the absorbed form with it.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ from .staged import Staged
 MOST_ABSORBED = 8  # new tokens of a row that attends in the absorbed form
 EXPANDED_BYTES = 64 << 20  # of K and V that are made of latents at a time; it was not tuned
 CHECKED = 16  # new tokens whose K and V are made in both forms at a module's first forward
-FAR = 0.05  # of the largest element, by which they may differ: roundings of bfloat16 do
+FAR = 0.05  # both forms may differ by this part of the largest element: bfloat16 rounds so
 
-# Modules whose absorbed form was found to be the expanded one.
+# Modules whose absorbed form was found to agree with the expanded one.
 _checked: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
@@ -47,7 +47,7 @@ class Expansion(NamedTuple):
     """K and V that the module made of the latents of a forward's new tokens.
 
     Attributes:
-        module: of attention, with `expand_kv` and `kv_b_proj`.
+        module: the attention module, with `expand_kv` and `kv_b_proj`.
         k, v: `[B, H, q, D]`.
     """
 
@@ -71,7 +71,7 @@ class StagedLatents(Staged):
         return self
 
     def cast(self, query: Tensor) -> Tensor:
-        """See `Staged`; the model's own weights stand in the absorbed form."""
+        """See `Staged`; the absorbed form uses the model's own weights, so it casts nothing."""
         self.require_no_cast(query)
         return query
 
@@ -83,12 +83,12 @@ class StagedLatents(Staged):
 
     @property
     def width(self) -> int:
-        """Elements of a head of the output."""
+        """Returns the elements of a head of the output."""
         assert self.made is not None
         return self.made.v.shape[-1]
 
     def over_pages(self, query: Tensor, step: StepMetadata, **terms: Any) -> Tensor:
-        """Writes the latents and attends: `[T, H, D]`, D that of V."""
+        """Writes the latents and attends; returns `[T, H, D]` with the D of V."""
         call = self._call(q := self.layer.cache.packed(query), step, terms)
         few, latents = call.absorbed_rows(), call.latents
         if few.all():
@@ -106,7 +106,7 @@ class StagedLatents(Staged):
     def over_written(
         self, q: Tensor, step: StepMetadata, rows: Ints | None, **terms: Any
     ) -> Tensor:
-        """See `Staged`; a layer without latents attends in the absorbed form alone."""
+        """See `Staged`; a layer without latents of its own attends only in the absorbed form."""
         call = self._call(q, step, terms)
         if not call.absorbed_rows().all():
             raise changed_after_cache(call.layer)
@@ -115,7 +115,7 @@ class StagedLatents(Staged):
     def _call(self, q: Tensor, step: StepMetadata, terms: dict[str, Any]) -> _Call:
         assert self.made is not None
         packed, (module, k, v), rank = self.layer.cache.packed, self.made, self.v.shape[-1]
-        for name, x in (("k", k), ("v", v)):  # whose weights the absorbed form takes as they are
+        for name, x in (("k", k), ("v", v)):  # the absorbed form detaches weights
             check_grad(name, x)
         latents, made = packed(self.k), Expansion(module, packed(k), packed(v))
         halves = Halves.of(made, q, latents, rank)
@@ -126,8 +126,8 @@ class Halves(NamedTuple):
     """The weights of `kv_b_proj` by head.
 
     Attributes:
-        k: `[H, nope, R]`, what makes the part of K that has no position.
-        v: `[H, v, R]`.
+        k: `[H, nope, R]`, weights of the part of K that has no position.
+        v: `[H, v, R]`, weights of V.
     """
 
     k: Tensor
@@ -135,10 +135,10 @@ class Halves(NamedTuple):
 
     @classmethod
     def of(cls, made: Expansion, q: Tensor, latents: Tensor, rank: int) -> Halves | None:
-        """The weights of a module, checked at its first forward.
+        """Returns the weights of a module, checked at its first forward; None if not plain.
 
-        None where they are not plain ones: quantised, sharded or adapted weights, and those that
-        are elsewhere until their module is called, have to be asked by calling it.
+        Quantised, sharded or adapted weights, and weights that are elsewhere until their module is
+        called, can be used only by calling the module.
 
         Raises:
             UnsupportedModelError: the absorbed form is not what the module computes.
@@ -156,7 +156,7 @@ class Halves(NamedTuple):
         if made.module not in _checked:
             _require_same(made, halves, latents[:CHECKED, 0])
             seen = made.v[:CHECKED]
-            if seen.any() and seen.isfinite().all():  # zeros and NaN are the same in any form
+            if seen.any() and seen.isfinite().all():  # zeros and NaN prove nothing
                 _checked.add(made.module)
         return halves
 
@@ -169,7 +169,7 @@ def _require_same(made: Expansion, halves: Halves, latents: Tensor) -> None:
     k = torch.cat([plain, rotated.expand(-1, plain.shape[1], -1)], dim=-1)
     v = torch.einsum("tgr,hnr->thn", c, halves.v)
     for ours, theirs in ((k, made.k[:tokens]), (v, made.v[:tokens])):
-        # Another layout, a norm or a factor moves elements by as much as they are.
+        # Another layout, a norm or a factor would change elements by about their size.
         far = (ours.float() - theirs.float()).abs() > FAR * theirs.float().abs().amax()
         if ours.shape != theirs.shape or far.any():
             name = type(made.module).__name__
@@ -192,12 +192,12 @@ class _Call(NamedTuple):
     terms: dict[str, Any]
 
     def absorbed_rows(self) -> Bools:
-        """`[B]`, which rows attend in the absorbed form."""
+        """`[B]`, whether each row attends in the absorbed form."""
         new, terms = self.step.num_new, self.terms
         others = terms["softcap"], terms["sinks"], terms.get("indices")
         window = self.step.config.groups[self.step.group_of(self.layer)].window
-        # What only attention over pages knows: terms of scores, windows, chosen tokens, queries
-        # that are watched.
+        # Only attention over pages serves these: terms of scores, windows, chosen tokens, watched
+        # queries.
         special = window or self.step.queries is not None or any(x is not None for x in others)
         if self.halves is not None:
             return np.ones(len(new), bool) if special else new <= MOST_ABSORBED
@@ -208,12 +208,12 @@ class _Call(NamedTuple):
                 "hooks and adapters, whose weights are neither quantised nor of another dtype than "
                 "its input"
             )
-        if self.step.bounded:  # lengths on the host are upper bounds, and this form goes by them
+        if self.step.bounded:  # host lengths are upper bounds, and this form needs exact ones
             raise UnsupportedModelError("its `kv_b_proj` has no plain weights")
         return np.zeros(len(new), bool)
 
     def absorbed(self) -> Tensor:
-        """Writes and attends, all rows in the absorbed form."""
+        """Writes the latents, and attends for all rows in the absorbed form."""
         seen = self.latents, self.latents[..., : self.rank]
         q = self._meeting(self.q)
         return self._values(paged_attention(q, *seen, self.step, self.layer, **self.terms))
@@ -225,19 +225,19 @@ class _Call(NamedTuple):
         return self._values(sums)
 
     def _meeting(self, q: Tensor) -> Tensor:
-        """Queries that meet latents: `[n, H, R + r]`."""
+        """Turns queries into ones that meet latents: `[n, H, R + r]`."""
         assert self.halves is not None
         nope = self.halves.k.shape[1]
         absorbed = torch.einsum("thn,hnr->thr", q[..., :nope], self.halves.k)
         return torch.cat([absorbed, q[..., nope:]], dim=-1)
 
     def _values(self, sums: Tensor) -> Tensor:
-        """Sums of latents `[n, H, R]` to sums of values `[n, H, D]`."""
+        """Turns sums of latents `[n, H, R]` into sums of values `[n, H, D]`."""
         assert self.halves is not None
         return torch.einsum("thr,hvr->thv", sums, self.halves.v)
 
     def expanded(self, rows: slice) -> tuple[slice, Tensor]:
-        """Attends for neighbouring rows that are as long: their tokens, and `[n, H, D]`."""
+        """Attends for neighbouring rows of one length; returns their tokens and `[n, H, D]`."""
         step, count = self.step, rows.stop - rows.start
         first, new = int(step.num_new[: rows.start].sum()), int(step.num_new[rows.start])
         tokens = slice(first, first + count * new)
@@ -249,7 +249,7 @@ class _Call(NamedTuple):
         return tokens, out.transpose(1, 2).flatten(0, 1)
 
     def _past(self, row: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """K and V of what stands before a row's new tokens, in blocks `[1, H, s, D]`."""
+        """Yields K and V of the tokens before a row's new ones, in blocks `[1, H, s, D]`."""
         step, group = self.step.at(self.layer), self.step.group_of(self.layer)
         by_slot, size = step.storage.layer(self.layer)[0].transpose(1, 2), step.config.page_size
         end = int(step.kv_lens_of(group)[row] - step.num_new[row])
@@ -266,7 +266,7 @@ class _Call(NamedTuple):
 
 
 def _runs(step: StepMetadata, chosen: Bools) -> Iterator[slice]:
-    """Neighbouring rows of those chosen that can be attended together."""
+    """Yields runs of neighbouring chosen rows that can be attended together."""
     rows = np.flatnonzero(chosen).tolist()
     lens = step.kv_lens_host
     start = 0

@@ -29,7 +29,7 @@ class PagedLayer(CacheLayerMixin):
 
     supports_early_init = False
     is_croppable = True
-    is_shared = False  # whether its pages are those of another layer
+    is_shared = False  # whether it uses the pages of another layer
 
     def __init__(self, cache: ForwardCache, index: int, window: int | None) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ class PagedLayer(CacheLayerMixin):
 
     @property
     def keys(self) -> Tensor | None:
-        """A copy of the K of all rows, `[B, G, seen, D]`; zeros where no token is, or is held."""
+        """A copy of the K of all rows, `[B, G, seen, D]`; zeros where no token is held."""
         held = self.held()
         return None if held is None else held[0]
 
@@ -70,7 +70,7 @@ class PagedLayer(CacheLayerMixin):
         return self.cache.held(self)
 
     def _require_none(self, value: Tensor | None, name: str) -> None:
-        if value is not None:  # as the constructor of transformers sets it
+        if value is not None:  # transformers' constructor sets None
             raise UnsupportedModelError(
                 f"layers[{self.index}].{name}: expected to be read, not set: K and V are in pages, "
                 "which other rows may share. `retention=` forgets tokens, `crop` takes back the "
@@ -87,7 +87,7 @@ class PagedLayer(CacheLayerMixin):
         return cache
 
     def activate_past_recording(self) -> None:
-        """Makes it possible, from now on, that `crop` takes back tokens of the latest forward."""
+        """From now on, lets `crop` take back tokens of the latest forward."""
         self.record_past = True
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -116,25 +116,25 @@ class PagedLayer(CacheLayerMixin):
         return self.stage(key_states, value_states)
 
     def begin(self) -> None:
-        """Begins a forward with the first layer, unless something before it has."""
+        """Begins a forward at the first layer, unless something before it has begun it."""
         cache = self.cache
         if self.is_first and not (cache.touched and cache.forward_layer == -1):
             enter(cache)
             cache.touched = True
 
     def open(self, shape: Sequence[int], padding: Tensor | None) -> None:
-        """Opens the step of a forward with the first layer; see `ForwardCache.open_step`."""
+        """Opens the step of a forward at the first layer; see `ForwardCache.open_step`."""
         if self.is_first:
             cache = self.cache
             with by_hand(cache):
                 cache.open_step(shape, padding)
 
     def mask(self, given: Any) -> MaskHandle:
-        """The mask that it attends under, by what its attention was given."""
+        """Returns the mask for its attention, from the argument that its attention was given."""
         return as_mask(given, self.cache)
 
     def chosen(self, handle: Any) -> Tensor | None:
-        """Returns the tokens that queries read, by a handle of them; None for all."""
+        """Returns the tokens that queries read, from their handle; None for all."""
         if handle is not None:
             raise UnsupportedModelError(f"layer {self.index}: it has no index keys to choose by")
         return None
@@ -145,13 +145,13 @@ class PagedLayer(CacheLayerMixin):
         return self.pair(staged)
 
     def wait(self, staged: Staged) -> Staged:
-        """Keeps what is staged where the attention function finds it."""
+        """Keeps staged K and V where the attention function finds them."""
         self.staged = staged
         waiting.last = weakref.ref(staged)
         return staged
 
     def write_dense(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
-        """Writes K and V, for another attention, and returns all of the layer's."""
+        """Writes K and V for another attention than ours; returns all K and V of the layer."""
         return self.cache.update_dense(self, key_states, value_states)
 
     def end_by_hand(self, cache: ForwardCache) -> None:
@@ -163,7 +163,7 @@ class PagedLayer(CacheLayerMixin):
 
     @uncompiled
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Keys counted from the first token, padding and dropped ones included."""
+        """Returns the number of keys from the first token on, padding and dropped ones included."""
         cache = self.cache
         return PagedLength.of(cache, cache.seen + query_length), 0
 

@@ -1,4 +1,4 @@
-"""`Lease`: what a `PagedCache` gives back however it ends."""
+"""`Lease`: gives back what a `PagedCache` holds, however the cache ends."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Lease:
     def __init__(self, kv: PagedKVCache, model: PreTrainedModel) -> None:
         self.kv = kv
         self.seqs: list[int] = []
-        self.spare: dict[Any, int] = {}  # what rows were before a forward that is under way
+        self.spare: dict[Any, int] = {}  # rows as they were before the present forward
         self.model = weakref.ref(model)
 
     def end(self) -> None:

@@ -1,7 +1,7 @@
 """`LeasedRows`: the sequences that a `PagedCache` leases, and the forwards that make them grow.
 
-A forward opens one step: at its first layer, committed when it has returned. Under another
-attention implementation `update()` writes and returns a dense gather instead: correct, but slow.
+A forward opens one step at its first layer, which is committed when the forward has returned. Under
+another attention implementation `update()` writes and returns a dense gather: correct, but slow.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class LeasedRows(ForwardCache):
     """Rows of a batch in pages that other caches of the model use as well."""
 
     def _start(self, model: PreTrainedModel, kv: PagedKVCache, kind: Kind) -> None:
-        """Sets all attributes, for a model that is attached already."""
+        """Sets all attributes; the model is attached already."""
         self.model, self.kv, self._kind = model, kv, kind
         self.seen = 0  # tokens so far, padding included; the same for all rows
         self.offsets = Offsets(model)
@@ -60,7 +60,7 @@ class LeasedRows(ForwardCache):
         self._told: Told | None = None  # of the forward that is under way
         self.prepared: Prepared | None = None
         self._was: tuple[int, Bools | None] = 0, None  # `seen` and `kept` before rows entered
-        self._weights: Weights | None = None  # those that rows were begun with
+        self._weights: Weights | None = None  # the weights with which rows were begun
         self._begins_generate = self._asked_for_whole_rows = False
         self._entry: Entry | None = None  # of whole rows, in the forward that is under way
         self._lease = Lease(kv, model)
@@ -68,7 +68,7 @@ class LeasedRows(ForwardCache):
         self._fed: list[int] | None = None  # rows of the batch that have tokens in this forward
         super().__init__(layers=make_layers(self))
         self._state_layers = [layer for layer in self.layers if isinstance(layer, StateLayer)]
-        # Last: where this raises, the caller takes back the switch to paged attention.
+        # Last: if anything above raises, the caller detaches the model.
         self._finalizer = weakref.finalize(self, self._lease.end)
         self._finalizer.atexit = False
 
@@ -99,10 +99,10 @@ class LeasedRows(ForwardCache):
 
     @uncompiled
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Tokens seen, padding included. Called before the positions of the next ones are made.
+        """Returns the tokens seen, padding included. Called before positions of new ones are made.
 
-        Where `generate` is about to cut rows at this length, and the cache can tell by their ids
-        what it holds of each, 0.
+        Returns 0 if `generate` would cut rows at this length, and the cache can cut each row itself
+        where the ids that it holds end.
         """
         if self._begins_generate and self.knows_texts:
             self._asked_for_whole_rows = True
@@ -113,7 +113,7 @@ class LeasedRows(ForwardCache):
 
     @property
     def knows_texts(self) -> bool:
-        """Whether rows can be held against what the cache has of them, by their ids."""
+        """Whether the ids of rows can be compared with those that the cache holds."""
         return self.is_paged and self.texts.known
 
     def require_usable(self) -> None:
@@ -122,7 +122,7 @@ class LeasedRows(ForwardCache):
             raise ValueError(f"{CACHE}: this PagedCache was closed")
 
     def _require_changeable(self) -> None:
-        """Raises once the cache was closed, and within a forward; else it is whole afterwards."""
+        """Raises once the cache was closed, and within a forward; else takes back a failed one."""
         self.require_usable()
         require_none_on(self.kv)
         self.abort_step()
@@ -133,13 +133,13 @@ class LeasedRows(ForwardCache):
 
     @_is_user_defined.setter
     def _is_user_defined(self, value: bool) -> None:
-        # `generate` says by this name that it was given the cache, before it asks for the length.
+        # `generate` sets this when it was given the cache, before it asks for the length.
         self._given = value
         self._begins_generate = value
         self._asked_for_whole_rows = False
 
     def require_own(self, outermost: nn.Module) -> None:
-        """Raises for a forward of another model: of the same shape it would read what is held."""
+        """Raises for a forward of another model, which might read our K and V if shapes agree."""
         if not leads_to(outermost, self.model):
             raise ValueError(
                 f"{CACHE}: expected a cache of this model, got one of another "
@@ -147,24 +147,24 @@ class LeasedRows(ForwardCache):
             )
 
     def begin_forward(self, arguments: Mapping[str, Any]) -> dict[str, Any] | None:
-        """Cuts whole rows where the cache holds their tokens, at the first forward of `generate`.
+        """At the first forward of `generate`, cuts from whole rows the tokens that the cache holds.
 
         Raises:
             ValueError: the forward is told to use no cache, or `generate` feeds tokens that the
                 cache holds already.
-            ModelChangedError: weights or adapters are others than those that rows were begun with.
-            UnsupportedModelError: rows cannot go on from what is held of them.
+            ModelChangedError: weights or adapters have changed since rows were begun.
+            UnsupportedModelError: rows cannot go on from the tokens that are held.
         """
         if arguments.get("use_cache") is False:
             raise ValueError(
                 "use_cache: expected True beside a PagedCache, got False; a checkpoint's "
                 "generation_config may say so, as a trainer leaves it: pass use_cache=True"
             )
-        if arguments.get("output_attentions"):  # which many models do not hand on to attention
+        if arguments.get("output_attentions"):  # many models keep it from attention
             raise UnsupportedModelError("output_attentions: pages give no weights of attention")
         if self.seen and not self._begins_generate:
             self.offsets.require_placed(arguments, self.model.config)
-        by_row = arguments.get("adapter_names")  # which PEFT does not hand on to `generate`'s
+        by_row = arguments.get("adapter_names")  # PEFT does not pass it to forwards of `generate`
         if not self.rows:
             self._weights = Weights.of(self.model, by_row)
         elif by_row is not None and self._weights is not None:
@@ -178,7 +178,7 @@ class LeasedRows(ForwardCache):
         return changed
 
     def _numbers(self, arguments: Mapping[str, Any]) -> Tokens | None:
-        """The numbers of the image tokens of a forward, `[B, q]`; None where none are known."""
+        """Returns the numbers of a forward's image tokens, `[B, q]`; None if none are known."""
         ids, mask = arguments.get("input_ids"), arguments.get("attention_mask")
         if ids is None:
             return None
@@ -191,7 +191,7 @@ class LeasedRows(ForwardCache):
         return numbers
 
     def begin_part(self, arguments: Mapping[str, Any]) -> None:
-        """Learns of positions that a model made by itself: of images, or from a mask."""
+        """Notes positions that a model made itself, for images or from a mask."""
         places = arguments.get("position_ids")
         if self._told is not None and self._told.positions is None and isinstance(places, Tensor):
             self._told = self._told._replace(positions=kept_copy(places))
@@ -199,7 +199,7 @@ class LeasedRows(ForwardCache):
     def _entered(
         self, arguments: Mapping[str, Any], numbers: Tokens | None
     ) -> dict[str, Any] | None:
-        """Cuts whole rows down to what is left to compute; None where rows are taken as given."""
+        """Cuts whole rows down to the tokens left to compute; None if rows are taken as given."""
         begins, self._begins_generate = self._begins_generate, False
         asked, self._asked_for_whole_rows = self._asked_for_whole_rows, False
         if not begins or not self.rows:
@@ -223,16 +223,16 @@ class LeasedRows(ForwardCache):
         return entry.arguments
 
     def end_forward(self) -> None:
-        """Takes back how rows entered the prefix, in a forward that was not committed."""
+        """Undoes, after a forward that was not committed, the cutting of whole rows."""
         if self._entry is not None:
             self._lease.seqs = self._entry.undo(self.kv, self.rows)
             self.seen, self.kept = self._was
         self._entry = self._told = None
 
     def abort_step(self) -> None:
-        """Takes back the step, rows, and K and V that a forward left because it raised.
+        """Takes back the step, the rows, and the K and V that a failed forward left.
 
-        The step may be that of any cache on these pages. The lock is held.
+        The step may belong to any cache on these pages. The caller holds the lock.
         """
         self.kv.abort_abandoned()
         for layer in self.layers:
@@ -269,7 +269,7 @@ class LeasedRows(ForwardCache):
         self.opened = self.kv.prepare(seqs, num_new=counts[counts > 0]) if seqs else None
 
     def _require_rows(self, batch: int) -> None:
-        """Raises where a forward has another number of rows than the cache."""
+        """Raises if a forward has another number of rows than the cache."""
         if len(self.rows) != batch:
             raise ValueError(
                 f"batch: expected {len(self.rows)} rows as before, got {batch}; each sample and "
@@ -292,7 +292,7 @@ class LeasedRows(ForwardCache):
             raise
 
     def _add_named(self, ids: Ints) -> None:
-        """Starts the only row with a prompt whose ids are known, on what is found of it."""
+        """Starts the only row with a prompt whose ids are known, behind its stored prefix."""
         take_over(self.kv, self.model)
         self.kv.identity.forget_stale(self.kv.clear_prefixes)
         self._lease.seqs = [self.kv.add(ids)]
@@ -326,7 +326,7 @@ class LeasedRows(ForwardCache):
                 layer.forget()
 
     def _learn(self, batch: int, new: int) -> None:
-        """Adds what a forward was told of its tokens to the texts of the rows."""
+        """Adds to the texts of the rows the tokens that a forward was given."""
         added = self._added
         if self._entry is not None:
             self.texts.cut(self._entry.lengths)
@@ -334,11 +334,11 @@ class LeasedRows(ForwardCache):
         self.texts.add(self._told or Told(), self.seen, new, added, batch)
 
     def packed(self, x: Tensor) -> Tensor:
-        """Tokens of `[B, heads, q, D]` that are computed, row after row: `[T, heads, D]`."""
+        """Packs the tokens of `[B, heads, q, D]` that are computed, row by row: `[T, heads, D]`."""
         return self._packings.packed(x)
 
     def unpacked(self, out: Tensor, query: Tensor) -> Tensor:
-        """`[T, H, D]` back to `[B, q, H, D]`, zeros for tokens that are not computed."""
+        """Unpacks `[T, H, D]` into `[B, q, H, D]`, zeros for tokens that are not computed."""
         return self._packings.unpacked(out, query)
 
     def num_queries(self, new: int) -> Ints:
@@ -350,7 +350,7 @@ class LeasedRows(ForwardCache):
         return self.seen + new
 
     def held(self, layer: PagedLayer) -> tuple[Tensor, Tensor] | None:
-        """Copies of all K and V that the rows have in a layer; None without rows."""
+        """Returns copies of all K and V that the rows have in a layer; None without rows."""
         return read(self, self.kept, layer) if self.rows else None
 
     def update_dense(self, layer: PagedLayer, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:

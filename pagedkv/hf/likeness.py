@@ -1,8 +1,8 @@
 """Compares the outputs of a model's layers over pages with those over its own cache.
 
-Random texts are answered with tokens that are forced, so that every way computes the same; what
-modules with the index of a layer give is recorded, and the logits. How far apart two right ways may
-be is found out by shaking what layers give as a rounding does.
+Random texts are answered with forced tokens, so that every way computes the same. The outputs of
+modules that have a layer's index are recorded, and the logits. How far apart two right ways may be
+is measured by changing the layers' outputs by about a rounding.
 """
 
 from __future__ import annotations
@@ -21,29 +21,29 @@ from pagedkv.errors import UnsupportedModelError
 from .model import device_of, named_model, text_config
 from .release import CACHE
 
-LENGTHS = 19, 19, 11  # of texts; a row of two that are as long needs no padding
-COMMON = 5  # tokens that they begin with
+LENGTHS = 19, 19, 11  # of texts; the two equally long ones need no padding
+COMMON = 5  # tokens with which all texts begin
 NEW = 3  # tokens of an answer, the last of which is not computed
-ROUNDINGS = 4  # times what a rounding in each layer does: another right way may differ by this
-LEAST = 1e-4  # of what a layer gives, by which sums in another order may always differ
-VAGUE = 0.2  # rounding above it hides whether a model is wrong
-DRAWS = 3  # of texts, in 16 bits
+ROUNDINGS = 4  # another right way may differ by so many times the effect of a rounding a layer
+LEAST = 1e-4  # of a layer's output: sums in another order may always differ by so much
+VAGUE = 0.2  # a larger effect of rounding hides whether a model is wrong
+DRAWS = 3  # tries with other texts, in 16 bits
 LOGITS = "its logits"
 OPTIONS: dict[str, Any] = {
     "do_sample": False, "num_beams": 1, "eos_token_id": None, "pad_token_id": 0,
     "max_new_tokens": NEW, "use_cache": True,
 }  # fmt: skip
 
-# By layer, of each row `[n, C]`: its last n tokens, in the order of computation.
+# By layer, in the order of computation: `[n, C]` for each row, the outputs for its last n tokens.
 Rows = dict[str, list[Tensor]]
 
 
 @contextmanager
 def recorded(model: PreTrainedModel, shaken: bool = False) -> Iterator[list[dict[str, Tensor]]]:
-    """Records what layers give within it, `[B, n, C]` by layer, a dictionary a forward.
+    """Records the outputs of layers within it, `[B, n, C]` by layer, in a dictionary a forward.
 
     Args:
-        shaken: what a layer gives is changed by about a rounding before the model goes on with it.
+        shaken: change a layer's output by about a rounding before the model goes on with it.
     """
     found: list[dict[str, Tensor]] = []
     text = text_config(model)
@@ -81,7 +81,7 @@ def recorded(model: PreTrainedModel, shaken: bool = False) -> Iterator[list[dict
 
 
 class _Forced(LogitsProcessor):
-    """Chooses given tokens `[B, NEW]` without a look at the scores."""
+    """Chooses given tokens `[B, NEW]`, whatever the scores are."""
 
     def __init__(self, tokens: Tensor) -> None:
         self._left = [*tokens.unbind(1)]
@@ -96,8 +96,8 @@ class Truth:
 
     Attributes:
         texts: `[n]` each, with all tokens that are computed.
-        far: the largest distance that was found, in parts of what a layer gives.
-        last: what was recorded last.
+        far: the largest distance that was found, in parts of a layer's output.
+        last: the latest recording.
     """
 
     def __init__(self, model: PreTrainedModel, seed: int = 0) -> None:
@@ -112,7 +112,7 @@ class Truth:
         self.texts = [row[:-1] for row in self._whole]
 
     def given(self, rows: Sequence[int], cache: Any = None, shaken: bool = False) -> Rows:
-        """Returns the outputs of layers while `generate` answers rows of these places.
+        """Returns the outputs of layers while `generate` answers the rows at these places.
 
         Args:
             cache: the cache that it is given; None for the model's own.
@@ -140,7 +140,7 @@ class Truth:
 
     @contextmanager
     def _by_itself(self, cache: Any) -> Iterator[None]:
-        """Refuses a model that fails over its own cache; over another one the caller says where."""
+        """Refuses a model that fails over its own cache; over ours the caller makes the error."""
         try:
             yield
         except Exception as error:  # of any kind: the model is unknown
@@ -151,12 +151,12 @@ class Truth:
 
     @cached_property
     def alone(self) -> Rows:
-        """Each row by itself."""
+        """Outputs for each row by itself."""
         return self._each(shaken=False)
 
     @cached_property
     def padded(self) -> Rows:
-        """All rows together."""
+        """Outputs for all rows together."""
         return self.given(range(len(LENGTHS)))
 
     def _each(self, shaken: bool) -> Rows:
@@ -168,7 +168,7 @@ class Truth:
         """How far another right way may be from this one, by layer.
 
         Raises:
-            UnsupportedModelError: that is too far to judge by.
+            UnsupportedModelError: it is too far to judge by.
         """
         self._require_again()
         shaken, found = self._each(shaken=True), {}
@@ -185,7 +185,7 @@ class Truth:
         return found
 
     def _require_again(self) -> None:
-        """Raises where a text gives something else once others were computed."""
+        """Raises if a text gives another output once other texts were computed."""
         most = max(LEAST, ROUNDINGS * torch.finfo(self.model.dtype).eps)
         truth = self.alone
         for name, (row,) in self.given([0]).items():
@@ -200,9 +200,9 @@ class Truth:
         """Raises UnsupportedModelError with the first layer that gives something else, and how far.
 
         Args:
-            way: by which rows are given.
-            give: gives them, or fails.
-            truth: of these rows, and perhaps of more behind them.
+            way: the name of the way that is compared.
+            give: computes rows in this way, or raises.
+            truth: the right outputs for these rows, perhaps with more rows behind them.
         """
         every = self.allowed
         try:
@@ -233,11 +233,11 @@ def distance(ours: Tensor, theirs: Tensor) -> float:
 
 
 def held(model: PreTrainedModel, hold: Callable[[Truth], None]) -> Truth:
-    """Returns the truth that a model was compared with.
+    """Compares a model with its truth, which is returned.
 
     Args:
-        hold: raises UnsupportedModelError. In 16 bits a rounding may choose another expert, so that
-            it is called with other texts then; what is wrong is wrong with any.
+        hold: compares; raises UnsupportedModelError. In 16 bits a rounding may choose another
+            expert, so it is called again with other texts: a wrong model is wrong with any.
     """
     left = 1 if model.dtype == torch.float32 else DRAWS
     while True:

@@ -1,8 +1,8 @@
-"""Models that no list knows: what they keep is seen in transformers' cache, then tried in pages.
+"""Models that no list knows: transformers' cache shows what they keep, then pages are tried.
 
-Names of types and of fields tell nothing here: a forward of a few tokens fills the cache, and its
-layers tell of which parts they are. What is made of known parts is tried (`likeness.py`) before it
-is served; what is not, or gives something else, is refused with the layer.
+Names of types and fields say nothing here: a forward of a few tokens fills transformers' cache, and
+its layers show their parts. A model of known parts is compared over pages (`likeness.py`) before it
+is served. Other parts, or other outputs over pages, are refused, and the error names the layer.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ KNOWN = {
     "DynamicLayer", "DynamicSlidingWindowLayer", "LinearAttentionLayer", "DummyLayer",
     "LinearAttentionAndFullAttentionLayer", "LinearAttentionAndSlidingWindowAttentionLayer",
 }  # fmt: skip
-# By whether it has K and V, and a state.
+# By whether a layer has K and V, and whether it has a state.
 _KEEPS: dict[tuple[bool, bool], Keeps] = {
     (True, True): "both", (True, False): "attention", (False, True): "state",
     (False, False): "none",
@@ -53,7 +53,7 @@ OF_TRANSFORMERS = "transformers.models."
 
 
 def admit(model: Any, unknown: str | None, over: Any) -> None:
-    """Looks at a model that no list knows, if that is asked for, and warns that it did.
+    """Tries a model that no list knows, if this is asked for, and warns that it did.
 
     Args:
         over: `PagedCache`, whose own constructor calls this.
@@ -69,7 +69,7 @@ def admit(model: Any, unknown: str | None, over: Any) -> None:
 
 
 def is_listed(model: PreTrainedModel) -> bool:
-    """Whether a model's type is known without a look: it is transformers' own, and not refused."""
+    """Whether a model is known without trying: its type is transformers' own, and not refused."""
     own = type(model).__module__.startswith(OF_TRANSFORMERS)
     return own and seen_of(text_config(model)) is None and why_unlisted(model) is None
 
@@ -104,7 +104,7 @@ def look_at(model: PreTrainedModel, over: Any) -> str | None:
 
 
 def _seen(model: PreTrainedModel, dtype: str) -> Seen:
-    """Reads what each layer keeps from the cache that transformers fills."""
+    """Reads what each layer keeps from a cache that the model fills."""
     text, ids = text_config(model), Truth(model).texts[0][None, :TOKENS].to(device_of(model))
     try:
         own = DynamicCache(config=text)
@@ -118,7 +118,7 @@ def _seen(model: PreTrainedModel, dtype: str) -> Seen:
     }
     found = Seen([], [], [], dtype)
     layers = list(own.layers)
-    for _ in range(shared_layers(text)):  # some releases have something there for them
+    for _ in range(shared_layers(text)):  # some releases have a layer of the cache for them
         if type(layers[-1]).__name__ == "DummyLayer":
             layers.pop()
     for i, layer in enumerate(layers):
@@ -145,13 +145,13 @@ def _seen(model: PreTrainedModel, dtype: str) -> Seen:
 
 
 def _shape(k: Tensor, v: Tensor, latent: bool) -> KVShape:
-    """The shape of K and V `[B, G, n, D]`, or of latents and rotated keys, which pages join."""
+    """Returns the shape of K and V `[B, G, n, D]`, or of latents and rotated keys joined."""
     (heads, dim), width = k.shape[1::2], v.shape[3]
     return KVShape(heads, dim + width, dim, True) if latent else KVShape(heads, dim, width)
 
 
 def _state_of(layer: Any) -> Tensors | None:
-    """Shapes and dtypes of a layer's state; None if it has one without that of a convolution."""
+    """Returns shapes and dtypes of a layer's state; None if it has no convolution's part."""
     found = []
     for i, conv in getattr(layer, "conv_states", {}).items():
         both = [x for x in (conv, layer.recurrent_states[i]) if x is not None]
@@ -162,7 +162,7 @@ def _state_of(layer: Any) -> Tensors | None:
 
 
 def _hold(over: Any, truth: Truth) -> None:
-    """Holds rows alone, forks and padded rows in pages against transformers' cache."""
+    """Compares rows alone, forks and padded rows in pages with transformers' cache."""
 
     def new() -> Any:
         return over(truth.model, **PAGES)

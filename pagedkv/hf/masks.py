@@ -22,7 +22,7 @@ from .before import masks_before
 from .forward_cache import ForwardCache, PagedLength
 from .handles import MaskHandle
 
-BLOCK_ELEMENTS = 1 << 22  # of a mask that is looked at, made for so many queries at a time
+BLOCK_ELEMENTS = 1 << 22  # of a mask that is compared: it is made for so few queries at a time
 
 
 # A compiler would specialise on the objects that this function looks at.
@@ -30,7 +30,7 @@ BLOCK_ELEMENTS = 1 << 22  # of a mask that is looked at, made for so many querie
 def mask_function(
     *, q_length: int, kv_length: int, attention_mask: Tensor | None = None, **kwargs: Any
 ) -> Tensor | None:
-    """A handle of the mask for a forward with a cache of ours; for others what was made before."""
+    """Returns a handle of the mask for a cache of ours, else the mask of the model's former way."""
     lengths = {"q_length": q_length, "kv_length": kv_length}
     if not isinstance(kv_length, PagedLength):
         make = masks_before(kwargs.get("config"))
@@ -54,12 +54,12 @@ def mask_function(
 def _sights_of(
     cache: ForwardCache, padding: Tensor | None, q_length: int, kv_length: int, **kwargs: Any
 ) -> list[Sight]:
-    """Returns what a mask may be: causal, sliding by a window, or causal within chunks.
+    """Returns the kinds of mask that this one may be: causal, sliding, or causal within chunks.
 
-    A mask is told by functions of single places. One that was not made as plain ones are may be
-    plain after all, as that of a text without images is: it is made, and held against plain ones.
-    That takes milliseconds place by place; for one query, as every step has it, all are asked at
-    once.
+    A mask is given as a function of single places. Even if the function is no plain one, the mask
+    may be plain, as for a text without images: so it is made, and compared with plain ones. That
+    takes milliseconds place by place; for one query, as in every decoding step, all places are
+    computed at once.
     """
     asked, batch = kwargs.get("mask_function", causal_mask_function), kwargs["batch_size"]
     found = [*dict.fromkeys((Sight(kwargs.get("local_size")), *cache.kv.config.sights))]
@@ -85,7 +85,7 @@ def _sights_of(
 
 
 def _plain(sight: Sight, padding: Tensor | None, batch: int) -> Any:
-    """The function of transformers' own mask; its chunks begin behind the padding of a row."""
+    """Returns transformers' own mask function; its chunks begin behind the padding of a row."""
     if sight.window is None:
         return causal_mask_function
     if not sight.chunked:
@@ -98,7 +98,7 @@ def _plain(sight: Sight, padding: Tensor | None, batch: int) -> Any:
 
 
 def _made_alike(a: Any, b: Any) -> bool:
-    """Whether two functions have the same code, over the same numbers and functions."""
+    """Whether two functions have the same code and close over the same numbers and functions."""
     if a is b:
         return True
     if type(a) is not type(b):

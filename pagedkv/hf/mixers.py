@@ -1,8 +1,8 @@
 """Mixers: the modules of a model that read and replace recurrent states.
 
 Mixers have neither a class nor a name in common: `linear_attn`, `mamba`, `conv`, `mixer`,
-`qkv_proj`. They are found by the methods of a cache that they call. Hooks on them hand a call to
-the cache it was made with, if that is one of ours; the calls of others pass untouched.
+`qkv_proj`. They are found by the methods of a cache that they call. Hooks on them pass a call to
+the cache among its arguments, if that is one of ours; other calls pass untouched.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ _CALLED_BY_INDEXERS = {"update_indexer", "update_index"}
 
 
 def mixers_of(model: nn.Module, called: Set[str] = _CALLED) -> dict[int, list[nn.Module]]:
-    """The mixers of each layer, by the layer's index.
+    """Returns the mixers of each layer, by the layer's index.
 
     Args:
-        called: methods of a cache, of which they call one.
+        called: methods of a cache; a mixer calls at least one of them.
     """
     found: dict[int, list[nn.Module]] = {}
-    within: set[nn.Module] = set()  # modules of a mixer, which calls them by row
+    within: set[nn.Module] = set()  # modules inside a mixer, which the mixer itself calls by row
     for module in model.modules():
         kind: Any = type(module)
         if module in within or not hasattr(module, "layer_idx"):
@@ -43,7 +43,7 @@ def mixers_of(model: nn.Module, called: Set[str] = _CALLED) -> dict[int, list[nn
 
 @cache
 def _called_by(kind: Any) -> Set[str]:
-    """The names that the methods of a class name, but for those that all modules have."""
+    """Returns the names used in the methods of a class, without methods that all modules have."""
     own = {getattr(kind, name) for name in dir(kind) if name not in dir(nn.Module)}
     codes = (
         getattr(inspect.unwrap(x), "__code__", None) for x in {*own, kind.forward} if callable(x)
@@ -69,20 +69,19 @@ def watch_mixers(model: nn.Module) -> list[RemovableHandle]:
     return handles
 
 
-# The hooks are functions of the module that they are given: a deep copy of a model has hooks that
-# work on the copy.
+# The hooks get their module as an argument, so the hooks of a deep copy work on the copy.
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def before_mixer(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Hook that a mixer runs before its forward; the arguments that it is called with instead."""
+    """Hook before a mixer's forward; returns the arguments that it is called with instead."""
     cache = _first(ForwardCache, args, kwargs)
     return None if cache is None else cache.enter_mixer(module, args, kwargs)
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def before_indexer(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Hook that an indexer runs before its forward; the arguments that it is called with instead.
+    """Hook before an indexer's forward; returns the arguments that it is called with instead.
 
-    What it does with each row alone is in `indexers.py`.
+    `indexers.py` calls it for each row alone.
     """
     cache = _first(ForwardCache, args, kwargs)
     return None if cache is None else cache.layers[index_of(module)].choose(module, args, kwargs)
@@ -90,11 +89,11 @@ def before_indexer(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def after_mixer(module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> Any:
-    """Hook that a mixer runs after its forward; the output that its caller gets instead."""
+    """Hook after a mixer's forward; returns the output that the mixer's caller gets instead."""
     view = _first(View, args, kwargs)
     if view is None or view.finish is None:
         return None
-    # A copy of an attached model has the hooks twice once it is attached as well.
+    # A copy of an attached model has the hooks twice, once it is attached itself.
     finish, view.finish = view.finish, None
     return finish(output)
 
@@ -104,7 +103,7 @@ def _first(kind: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 
 class _OneCall(LinearAttentionLayer):
-    """A layer for one call of a mixer: a state that is handed in need not be copied once more."""
+    """A layer for one call of a mixer, which keeps a state that is handed in without a copy."""
 
     def update_recurrent_state(
         self, recurrent_states: Tensor, state_idx: int = 0, **kwargs: Any
@@ -115,10 +114,10 @@ class _OneCall(LinearAttentionLayer):
 
 
 class View(Cache):
-    """A cache for one call of one module: it has what that reads, and nothing else.
+    """A cache for one call of one module: it has what the module reads, and nothing else.
 
     Attributes:
-        finish: makes the output that the caller of the module gets; None: the module's own.
+        finish: makes the output for the module's caller; None leaves the module's own.
     """
 
     finish: Callable[[Any], Any] | None = None
@@ -128,10 +127,10 @@ class StateView(View):
     """A cache for one call of one mixer: it has the states of that mixer and nothing else.
 
     Args:
-        index: the layer's.
-        states: `[B, *shape]` each, of the convolution first, then recurrent; the mixer writes into
-            them. None for rows without tokens.
-        number: of the mixer's state among those of its layer.
+        index: the layer's index in the model.
+        states: `[B, *shape]` each, first the convolution's, then the recurrent one; the mixer
+            writes into them. None for rows without tokens.
+        number: the place of the mixer's state among the states of its layer.
     """
 
     def __init__(self, index: int, states: list[Tensor] | None, number: int = 0) -> None:
@@ -139,7 +138,7 @@ class StateView(View):
         self._number = number
         super().__init__(layers=[None] * index + [layer])
         for of_states in (layer.has_previous_state, layer.conv_states):
-            for other in range(number):  # who asks for the state of another mixer is told of none
+            for other in range(number):  # a mixer that asks for the state of another finds none
                 del of_states[other]
         if states is None:
             return
@@ -157,11 +156,11 @@ class StateView(View):
 
 
 class GramView(StateView):
-    """A cache for one call of a module that embeds n-grams: what it convolves, and its last ids.
+    """A cache for one call of a module that embeds n-grams: its convolution's inputs and last ids.
 
     Args:
-        states: both, as `models/states.py` says. None for rows without tokens.
-        end: the id of the end of a text.
+        states: these two, as `models/states.py` lays them out. None for rows without tokens.
+        end: the id that ends a text.
     """
 
     def __init__(self, index: int, states: list[Tensor] | None, end: int) -> None:
@@ -172,12 +171,12 @@ class GramView(StateView):
             return
         held = states[0], states[1].long() + end
         layer.device, layer.dtype = held[0].device, held[0].dtype
-        for i, state in enumerate(held, 1):  # 0 is that of the layer's own mixer
+        for i, state in enumerate(held, 1):  # 0 belongs to the layer's own mixer
             layer.has_previous_state[i] = layer.is_conv_states_initialized[i] = True
             layer.conv_states[i], layer.conv_kernel_size[i] = state, state.shape[-1]
 
     def states(self) -> list[Tensor]:
-        """Both, as the module left them."""
+        """The two states, as the module left them."""
         convolved, ids = self._layer.conv_states[1], self._layer.conv_states[2]
         return [convolved, (ids - self._end).float()]
 

@@ -33,7 +33,7 @@ SHARED_OUT = {
     "fsdp": "its weights are gathered from processes that compute rows of their own (fsdp_size); "
     "share out heads by tp_size instead",
 }
-# What holds a model has it under one of these names: wrappers of torch, pipelines, heads of TRL.
+# Objects that hold a model have it under these names: wrappers of torch, pipelines, heads of TRL.
 HOLDERS = "module", "model", "pretrained_model"
 ATTENTION_KINDS = {"full_attention", "sliding_attention"}
 
@@ -44,7 +44,7 @@ def text_config(model: PreTrainedModel) -> Any:
 
 
 def query_heads(model: PreTrainedModel) -> int | None:
-    """How many query heads its layers have; None where they have several counts."""
+    """Returns how many query heads its layers have; None if layers differ in it."""
     try:
         count: int = field_of(text_config(model), "num_attention_heads")
     except UnsupportedModelError:
@@ -61,7 +61,7 @@ def kind_of(model: PreTrainedModel) -> Kind:
 
 
 def require_same_kind(model: PreTrainedModel, made: Kind, maker: str) -> None:
-    """Raises ModelChangedError where pages were made for another kind of model than this is now."""
+    """Raises ModelChangedError if the model's dtype or device has changed since pages were made."""
     for name, before, now in zip(("dtype", "device"), made, kind_of(model)):
         if now != before:
             raise ModelChangedError(
@@ -71,15 +71,15 @@ def require_same_kind(model: PreTrainedModel, made: Kind, maker: str) -> None:
 
 
 def device_of(model: PreTrainedModel) -> torch.device:
-    """The device that a model is given its ids on."""
+    """The device on which a model takes its ids."""
     device = model.device  # of the first parameter that is found, anew each time
     return device if device.type != "meta" else next(iter(devices_of(model).values()), device)
 
 
 def dtype_of(model: PreTrainedModel) -> torch.dtype:
-    """The dtype in which a model's K and V reach attention, as things stand: autocast has its own.
+    """The dtype in which a model's K and V reach attention now: autocast makes it another one.
 
-    Latents and states pass modules that autocast leaves in another dtype; there it is refused.
+    Latents and states pass modules that autocast leaves as they are: there it is refused later.
     """
     place = device_of(model).type
     if not torch.is_autocast_enabled(place):
@@ -91,7 +91,7 @@ def dtype_of(model: PreTrainedModel) -> torch.dtype:
 
 
 def cache_config(model: PreTrainedModel, max_tokens: int, **fields: Any) -> CacheConfig:
-    """The cache a model needs on this rank, in the dtype it computes in."""
+    """Returns the cache that a model needs on this rank, in the dtype it computes in."""
     return on_this_rank(model, _whole_config(model, max_tokens, **fields))
 
 
@@ -104,14 +104,14 @@ def _whole_config(model: PreTrainedModel, max_tokens: int, **fields: Any) -> Cac
 
 
 def require_model(given: Any, argument: str = "model") -> None:
-    """Raises TypeError for an object that is no model, which says how to get at one in it."""
+    """Raises TypeError for an object that is no model; the error says where in it a model is."""
     if not isinstance(given, PreTrainedModel):
         got = type(given).__name__ + _instead_of(given)
         raise TypeError(f"{argument}: expected a transformers model, got {got}")
 
 
 def require_head(model: PreTrainedModel, argument: str = "model") -> None:
-    """Raises TypeError for a model that does not say which token comes next."""
+    """Raises TypeError for a model that has no language model head."""
     if not model.can_generate():
         raise TypeError(
             f"{argument}: expected one that generates, as AutoModelForCausalLM loads it, got "
@@ -132,7 +132,7 @@ def _instead_of(given: Any) -> str:
     return f"; give its `.{found[0]}`" if found else ""
 
 
-UNKNOWN = (None, "check")  # what doors may be told to do with a model that no list knows
+UNKNOWN = (None, "check")  # what a caller may ask for a model that no list knows
 
 
 def require_supported(model: PreTrainedModel) -> None:
@@ -144,7 +144,7 @@ def require_supported(model: PreTrainedModel) -> None:
         if reason is None and (reason := why_unlisted(model)):
             instead = '`unknown="check"` looks at what it keeps, and serves it if that is right.'
         reason = reason or _why_not_here(model)
-    except UnsupportedModelError as error:  # of a field that differs from layer to layer
+    except UnsupportedModelError as error:  # a field differs from layer to layer
         reason = str(error)
     if reason:
         raise UnsupportedModelError(
@@ -188,7 +188,7 @@ def why_unlisted(model: PreTrainedModel) -> str | None:
         return reason
     try:
         whole = _whole_config(model, max_tokens=1)
-    except Exception as error:  # of a configuration that some class of its own reads
+    except Exception as error:  # a class of the model's own may read its configuration
         return f"its configuration does not tell the shape of its K and V ({error})"
     kinds = field_of(config, "layer_types") or [None]
     stateful = whole.states or (model._is_stateful and not ATTENTION_KINDS.issuperset(kinds))

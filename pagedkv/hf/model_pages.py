@@ -1,4 +1,4 @@
-"""Chooses a model's pages: those that a caller gave, that a plan sized, or the model's own."""
+"""Chooses a model's pages: a caller's, pages that a plan sized, or the model's own."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ if hasattr(os, "register_at_fork"):  # not on Windows, which has no fork
     os.register_at_fork(after_in_child=_making._at_fork_reinit)  # type: ignore[attr-defined]
     os.register_at_fork(after_in_child=_CACHES.clear)  # the pages are the parent's
 
-BESIDE = "trace", "prefix_store"  # what `PagedKVCache` takes besides its configuration
+BESIDE = "trace", "prefix_store"  # arguments of `PagedKVCache` besides its configuration
 FIELDS = [field.name for field in dataclass_fields(CacheConfig) if field.name != "fingerprint"]
 
 
@@ -46,12 +46,12 @@ def pages_for(
     fields: dict[str, Any],
     rounded: bytes = b"",
 ) -> PagedKVCache:
-    """The pages a caller chose for a model, or the model's own of these sizes.
+    """Returns the pages a caller chose for a model, or the model's own of these sizes.
 
     Args:
-        fields: fields of `CacheConfig`, and what else `PagedKVCache` takes: `trace` and
+        fields: fields of `CacheConfig`, and further arguments of `PagedKVCache`: `trace` and
             `prefix_store`.
-        rounded: as for `ModelIdentity`; pages of its own are others for each.
+        rounded: as for `ModelIdentity`; the model has own pages for each value.
     """
     fields, ranks = dict(fields), ranks_of(model)
     if ranks.size > 1:
@@ -103,7 +103,7 @@ def _asked(
 
 
 def _require_fit(model: PreTrainedModel, config: CacheConfig, name: str) -> None:
-    """Raises ValueError where a model's K and V would not go into such pages."""
+    """Raises ValueError if a model's K and V do not fit such pages."""
     wanted = cache_config(model, max_tokens=1)
     for field in ("num_layers", "dtype", "windows"):
         expected, got = getattr(wanted, field), getattr(config, field)
@@ -122,7 +122,7 @@ def _require_fit(model: PreTrainedModel, config: CacheConfig, name: str) -> None
 
 
 def _states(config: CacheConfig) -> str:
-    """The state layers of a cache, in words; those of one model are alike."""
+    """Describes the state layers of a cache, which are alike in one model."""
     if not config.states:
         return "no states"
     return f"states of {len(config.states)} layers, {config.states[0].tensors} each"
@@ -147,7 +147,7 @@ def _shared_pages(
     beside: dict[str, Any],
     rounded: bytes,
 ) -> PagedKVCache:
-    """The model's pages of these sizes."""
+    """Returns the model's own pages of these sizes."""
 
     def config() -> CacheConfig:
         tokens, given = max_tokens, fields.get("fingerprint")
@@ -187,13 +187,13 @@ def tokens_of(
 
 
 def _told_apart(value: Any) -> Any:
-    """A hashable stand-in for a field's value: the value itself, where it is hashable."""
+    """Returns a hashable stand-in for a field's value: the value itself if it is hashable."""
     if isinstance(value, list):
         return tuple(value)
     try:
         hash(value)
     except TypeError:
-        return id(value)  # of a policy, say: it lives as long as the pages do
+        return id(value)  # for example of a policy, which lives as long as the pages
     return value
 
 
@@ -205,14 +205,14 @@ def _kept(
     beside: dict[str, Any],
     rounded: bytes,
 ) -> PagedKVCache:
-    """Pages that are made at the first use and kept while a cache uses them."""
-    # Pages that are recorded are recorded from their beginning, so they are none that exist.
+    """Returns pages that are made at the first use and kept while a cache uses them."""
+    # Pages with a trace are recorded from their beginning, so existing pages will not do.
     placement, ranks = placement_of(model, device_of(model)), ranks_of(model)
     asked = asked, dtype_of(model), placement, rounded, *map(_told_apart, beside.values())
     with _making:  # two threads would make two
         caches = _CACHES.setdefault(model, weakref.WeakValueDictionary())
         kv = caches.get(asked)
-        # A rank may have them still where another has collected its own.
+        # One rank may still have its pages when another rank has collected its own.
         if not ranks.least(kv is not None) or kv is None:
             made = config()
             kv = caches[asked] = ranks.agree(partial(_made, model, made, given, beside, rounded))
@@ -226,7 +226,7 @@ def _made(
     beside: dict[str, Any],
     rounded: bytes,
 ) -> PagedKVCache:
-    """New pages for a model."""
+    """Makes new pages for a model."""
     kv = PagedKVCache(config, device=placement_of(model, device_of(model)), **beside)
     given = given and of_rank(model, given)
     kv.identity = ModelIdentity(model, given, config.fingerprint, rounded)
@@ -237,7 +237,7 @@ def _made(
 def take_over(kv: PagedKVCache, model: PreTrainedModel, rounded: bytes = b"") -> None:
     """Gives pages that another model used to this one; the other's prefixes are forgotten.
 
-    The same model with weights that are rounded otherwise is another.
+    The same model with differently rounded weights counts as another.
     """
     identity = kv.identity
     assert isinstance(identity, ModelIdentity)

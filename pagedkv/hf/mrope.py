@@ -1,15 +1,15 @@
 """Positions of models that see images: how far they differ from a row's token count.
 
-An image takes fewer positions than tokens. Such a model keeps the difference of the prompt it saw
-last as an attribute, and adds it to the positions of any row that goes on. So each cache gives it
-the differences of its own rows, before anything asks the model for positions; and while a model is
-attached each thread has an attribute of its own: `generate` sets it before the forward that has its
-turn, and cannot be stopped in between.
+An image takes fewer positions than tokens. Such a model keeps the difference for its latest prompt
+as an attribute, and adds it to the positions of any row that goes on. So each cache gives the model
+the differences of its own rows before anything asks for positions. While a model is attached, each
+thread has an attribute of its own: `generate` sets it before the forward takes its turn, and cannot
+be stopped in between.
 
-`generate` asks for positions of whole rows before it looks at its cache. Behind tokens of a cache
-transformers counts on from the difference, or makes the positions of new images without those
-before them. A cache that knows its rows is asked here: it has whole rows placed, as without a
-cache, and where their images are not given again, it goes on from those that it holds.
+`generate` asks for positions of whole rows before it looks at its cache. Behind tokens of a cache,
+transformers counts on from the difference, or places new images without the ones before them. So a
+cache that knows its rows answers here: it lets the model place whole rows, as without a cache, and
+if their images are not given again, it goes on from the images that it holds.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _HOLDERS: weakref.WeakKeyDictionary[PreTrainedModel, weakref.ref[torch.nn.Module
 
 
 def holder_of(model: PreTrainedModel) -> Any:
-    """The part of a model that has `rope_deltas`, `[B, 1]` or None; None for most models."""
+    """Returns the part of a model that has `rope_deltas`, `[B, 1]` or None; most have no part."""
     if model not in _HOLDERS:
         found = next((part for part in model.modules() if "rope_deltas" in vars(part)), None)
         _HOLDERS[model] = None if found is None else weakref.ref(found)
@@ -59,9 +59,9 @@ class _PerThread:
     """The first base of a holder's class while each thread has its own `rope_deltas`.
 
     Attributes:
-        own: has the `deltas` that a thread gave the holder. A thread that gave none has those that
-            the holder had before.
-        users: attachments of models that the holder is a part of.
+        own: has the `deltas` that each thread gave the holder. A thread that gave none sees those
+            that the holder had before.
+        users: how many attachments of models have the holder as a part.
     """
 
     own: threading.local
@@ -77,25 +77,25 @@ class _PerThread:
         self.own.deltas = deltas
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """A copy is of the model's own class, with what this thread has."""
+        """Makes copies of the model's own class, with the deltas of this thread."""
         reduced: Any = super().__reduce_ex__(protocol)
         own = type(self).__mro__[2]
         return object.__new__, (own,), {**reduced[2], "rope_deltas": self.rope_deltas}
 
 
 class DeltasPerThread:
-    """Gives each thread a `rope_deltas` of its own, until the last of these is removed."""
+    """Gives each thread its own `rope_deltas`, until the last object for a holder is removed."""
 
     def __init__(self, holder: torch.nn.Module) -> None:
         self._holder = weakref.ref(holder)
         own = type(holder)
-        if not issubclass(own, _PerThread):  # else by a model within this one, or around it
+        if not issubclass(own, _PerThread):  # else another model with this part has done it
             members = {"own": threading.local(), "users": 0}
             holder.__class__ = type(own.__name__, (_PerThread, own), members)
         type(holder).users += 1  # type: ignore[attr-defined]
 
     def remove(self) -> None:
-        """Leaves the model with what this thread has."""
+        """Leaves the model with the deltas of this thread."""
         holder: Any = self._holder()
         if holder is None:
             return
@@ -114,7 +114,7 @@ class Offsets:
         self._deltas: Tensor | None = None
 
     def restore(self, texts: Texts) -> None:
-        """Gives the model the deltas of these rows; it may have seen other prompts in between."""
+        """Gives the model the deltas of these rows: it may have seen other prompts in between."""
         if self.holder is None:
             return
         if self._deltas is None:
@@ -123,11 +123,11 @@ class Offsets:
         self.holder.rope_deltas = self._deltas
 
     def forget(self) -> None:
-        """Forgets the deltas, because rows or images are others; they are read anew."""
+        """Forgets the deltas when rows or images have changed; they are read anew."""
         self._deltas = None
 
     def require_placed(self, arguments: Mapping[str, Any], config: Any) -> None:
-        """Raises where a forward behind cached tokens is given images and no positions."""
+        """Raises if a forward behind cached tokens is given images and no positions."""
         if self.holder is None or arguments.get("position_ids") is not None:
             return
         beside, ids = beside_text(arguments), arguments.get("input_ids")
@@ -145,11 +145,11 @@ class Prepared(NamedTuple):
     """Positions and image numbers that a `generate` has prepared for the rows of its prompts.
 
     Newer releases compute features of images before the first forward, which is no longer given
-    the images. It is told by its tokens and positions that it is the one that was prepared.
+    the images. Its tokens and positions show that it is the forward that was prepared.
 
     Attributes:
         ids, positions: `[B, n]` and `[axes, B, n]`.
-        numbers: `[B, n]`, of image tokens, 0 for others.
+        numbers: `[B, n]`, numbers of image tokens, 0 for others.
     """
 
     ids: Tensor
@@ -157,13 +157,13 @@ class Prepared(NamedTuple):
     numbers: Tokens
 
     def of(self, arguments: Mapping[str, Any], begin: int) -> Tokens | None:
-        """The numbers of a forward's tokens, `[rows, q]`; None if it is not of these.
+        """Returns the numbers of a forward's tokens, `[rows, q]`; None if others were prepared.
 
         Args:
-            begin: the column of the first of them.
+            begin: the column of the forward's first token.
 
         Raises:
-            UnsupportedModelError: it cuts off tokens of images that were not given.
+            UnsupportedModelError: the forward leaves out tokens of images that were not given.
         """
         ids, places = arguments.get("input_ids"), arguments.get("position_ids")
         columns = slice(begin, begin + (0 if ids is None else ids.shape[1]))
@@ -192,10 +192,10 @@ class Placing:
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._model = weakref.ref(model)
-        setattr(model, PREPARE, partial(_prepare, model))  # which a copy can be made of
+        setattr(model, PREPARE, partial(_prepare, model))  # a copy can be made of it
 
     def remove(self) -> None:
-        """Gives the model its own way back."""
+        """Gives the model its own method back."""
         model = self._model()
         if model is not None:
             vars(model).pop(PREPARE, None)
@@ -245,7 +245,7 @@ def _prepare(model: Any, inputs: Tensor, arguments: dict[str, Any]) -> Tensor:
 def _going_on(
     model: PreTrainedModel, cache: ForwardCache, ids: Tensor, mask: Any, positions: Tensor
 ) -> tuple[Tensor, Tokens | None]:
-    """Positions of whole rows that go on behind what a cache holds, and numbers of its images."""
+    """Returns positions of whole rows that go on behind a cache, and numbers of its images."""
     every = len(cache.rows) // len(ids)  # each prompt becomes so many rows
     texts = cache.texts
     held, lengths, at = texts.ids[::every], texts.lengths[::every], texts.positions[::every]
@@ -254,7 +254,7 @@ def _going_on(
     within = (places >= 0) & (places < lengths[:, None])
     there = places.clip(0, held.shape[1] - 1)
     said = np.take_along_axis(held, there, 1)
-    first = real.shape[1] - ids.shape[1]  # columns before it are not given: they are as held
+    first = real.shape[1] - ids.shape[1]  # columns before it are not given: the cache holds them
     told = np.concatenate([said[:, :first], ids.cpu().numpy()], axis=1)
     numbered = said >= FIRST_IMAGE_NUMBER
     image = numbered & (told == image_token_of(model.config))

@@ -1,7 +1,7 @@
-"""RMS norms of a model on a CPU, by one call in C where that was proved to be the same.
+"""Computes RMS norms of a model on a CPU by one call in C, where tests show that it is the same.
 
-A norm is known by what it computes, not by its name or class: a copy of the module is given rows,
-of which float64 says what may come out of any computation in float32, roundings included.
+A norm is recognised by what it computes, not by its name or class: a copy of the module computes
+some rows, and float64 gives the bounds of every right result in float32, roundings included.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from pagedkv.kernels.torch.rms_norm import bounds
 from .snapshot import Seen
 from .swapped import Swapped, is_its_own
 
-How = tuple[float, float, bool]  # eps, what is added to weights, whether rows are rounded before
+How = tuple[float, float, bool]  # eps, the number added to weights, whether rows are rounded before
 
 
 class NormForward(Swapped):
@@ -46,11 +46,11 @@ def norms_of(
     before: Mapping[nn.Module, NormForward],
     threads: list[int],
 ) -> dict[nn.Module, NormForward]:
-    """The norms among modules.
+    """Finds the norms among modules.
 
     Args:
-        weights: modules with their weights, where they have one.
-        before: what was found the last time; what has not changed since is not looked at again.
+        weights: modules with their weights, or None for a module without one.
+        before: the norms found last time; unchanged ones are not examined again.
         threads: those that compute a step.
     """
     found: dict[nn.Module, NormForward] = {}
@@ -67,7 +67,7 @@ def norms_of(
 
 
 def _may_be_one(module: nn.Module) -> bool:
-    """Whether it has the shape of a norm: a weight for each number of a row, a small number."""
+    """Whether a module looks like a norm: a weight for each number of a row, a small number."""
     weight = module._parameters.get("weight")
     return (
         type(weight) is nn.Parameter
@@ -88,7 +88,7 @@ _FIXED = {int, float, bool, str, type(None), FunctionType, torch.dtype, torch.de
 
 
 def _is_fixed(own: Any) -> bool:
-    """Whether it is another object when it has changed; what a forward may write into is not."""
+    """Whether a value can change only by being replaced, because nothing can be written into it."""
     return all(map(_is_fixed, own)) if type(own) is tuple else type(own) in _FIXED
 
 
@@ -97,7 +97,7 @@ def _small_numbers(module: nn.Module) -> list[float]:
 
 
 def how_it_norms(module: nn.Module) -> How | None:
-    """With what `rms_norm` computes what a module of that shape does; None where it does other."""
+    """Returns the arguments with which `rms_norm` computes what a module does; None if none do."""
     weight, (eps,) = module._parameters["weight"], _small_numbers(module)
     assert weight is not None
     x = _rows(len(weight), eps).to(weight.dtype)
@@ -120,25 +120,25 @@ def how_it_norms(module: nn.Module) -> How | None:
 
 
 def _no_numbers(x: Tensor) -> Tensor:
-    """Rows of which one number is none, or is infinite."""
+    """Makes rows in which one number is NaN or infinite."""
     x = x[9:12].clone()
     x[:, 0] = x.new_tensor([torch.nan, torch.inf, -torch.inf])
     return x
 
 
 def _tried(module: nn.Module, x: Tensor) -> Tensor | None:
-    """Returns what a forward gives; None for what is no norm, or changes its module."""
+    """Returns what a forward gives; None if it is no norm, or changes its module."""
     before = _state_of(module)
     try:
         out = type(module).forward(module, x)
-    except Exception:  # whatever a forward may raise that is given what it is not made for
+    except Exception:  # a forward that is made for other arguments may raise anything
         return None
     same = type(out) is Tensor and (out.dtype, out.shape) == (x.dtype, x.shape)
     return out if same and out.is_contiguous() and _equal(before, _state_of(module)) else None
 
 
 def _state_of(module: nn.Module) -> dict[str, Any]:
-    """All that a forward may depend on, but the weight's numbers and the rows."""
+    """Returns all that a forward may depend on, except the weight's numbers and the rows."""
     kinds = type(module).__mro__
     own = ((i, kind) for i, kind in enumerate(kinds[: kinds.index(nn.Module)]))
     of_class = {f"{i}.{name}": value for i, kind in own for name, value in vars(kind).items()}
@@ -154,7 +154,7 @@ def _equal(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
 
 @lru_cache(maxsize=8)
 def _rows(width: int, eps: float) -> Tensor:
-    """`[16, width]`: rows of few numbers and of many, around `eps` and far from it, off 0 as well.
+    """Makes rows `[16, width]` of few and of many numbers, near `eps` and far, some around 1.
 
     Sums of few numbers have few roundings, so their bounds are narrow in a row of any width.
     """

@@ -16,8 +16,8 @@ class Packing(NamedTuple):
     """Tokens of a padded batch `[B, n]`, packed row after row.
 
     Attributes:
-        places: `[T]`, where each is in `[B * n]`, on the host; None for all in order.
-        counts: how many there are of each row that has tokens in the step.
+        places: `[T]`, the place of each in `[B * n]`, on the host; None for all in order.
+        counts: the number of tokens of each row that has any in the step.
     """
 
     places: Ints | None
@@ -25,22 +25,22 @@ class Packing(NamedTuple):
 
 
 def packing(batch: int, new: int, computed: Bools | None) -> Packing:
-    """The packing of the last `new` tokens of each row.
+    """Makes the packing of the last `new` tokens of each row.
 
     Args:
-        computed: `[B, q]`, which of these tokens the step has; None for all.
+        computed: `[B, q]`, which tokens the step has; None for all.
     """
     if computed is None:
         return Packing(None, np.full(batch, new))
     last = computed[:, -new:].copy()
-    # A row of the step has at least one query, if only one in vain: padding is never read.
+    # Each row of a step needs at least one query; the output of one that is padding is not read.
     last[:, -1] |= computed.any(1) & ~last.any(1)
     counts = last.sum(1)
     return Packing(np.flatnonzero(last), counts[counts > 0])
 
 
 class Packings:
-    """The packing of all tokens of a forward, and of the last of each row, which some layers see.
+    """The packings of a forward: of all tokens, and of each row's last ones for some layers.
 
     Args:
         batch: rows.
@@ -53,13 +53,13 @@ class Packings:
         self._places: dict[tuple[int, torch.device], Tensor] = {}
 
     def of(self, new: int) -> Packing:
-        """Where the last `new` tokens of each row go."""
+        """Returns the packing of the last `new` tokens of each row."""
         if new not in self._made:
             self._made[new] = packing(self._batch, new, self._computed)
         return self._made[new]
 
     def _at(self, new: int, device: torch.device) -> Tensor | None:
-        """The places of the last `new` tokens, on the device of a layer."""
+        """Returns the places of the last `new` tokens, on the device of a layer."""
         places = self.of(new).places
         if places is None:
             return None
@@ -68,13 +68,13 @@ class Packings:
         return self._places[new, device]
 
     def packed(self, x: Tensor) -> Tensor:
-        """Tokens of `[B, heads, q, D]` that are computed, row after row: `[T, heads, D]`."""
+        """Packs the tokens of `[B, heads, q, D]` that are computed, row by row: `[T, heads, D]`."""
         places = self._at(x.shape[2], x.device)
         x = x[:, :, 0] if x.shape[2] == 1 else x.transpose(1, 2).flatten(0, 1)
         return x if places is None else x[places]
 
     def unpacked(self, out: Tensor, query: Tensor) -> Tensor:
-        """`[T, H, D]` back to `[B, q, H, D]`, zeros for tokens that are not computed."""
+        """Unpacks `[T, H, D]` into `[B, q, H, D]`, zeros for tokens that are not computed."""
         batch, _, new, _ = query.shape
         places = self._at(new, out.device)
         if places is not None:
@@ -90,12 +90,12 @@ def new_tokens(
     """Returns which of the new tokens are no padding: `[B, q]`, or None for all.
 
     Args:
-        mask: `[B, seen + q]`, as a forward was given it; None without padding.
+        mask: `[B, seen + q]`, the forward's own; None without padding.
         kept: `[B, seen]`, which tokens are stored; None for all.
 
     Raises:
         ValueError: the mask has another shape.
-        UnsupportedModelError: it says something else of tokens that are stored.
+        UnsupportedModelError: the mask contradicts the tokens that are stored.
     """
     total = seen + new
     real = None
@@ -105,7 +105,7 @@ def new_tokens(
                 f"attention_mask: expected [{batch}, {total}], got {list(mask.shape)}: the "
                 f"cache holds {seen} tokens already, pass these and at least one more"
             )
-        real = mask.cpu().numpy()  # the one read of a forward
+        real = mask.cpu().numpy()  # a forward's only wait for the device
         real = None if real.all() else real
     past = np.ones((batch, seen), bool) if real is None else real[:, :seen]
     stored = np.ones_like(past) if kept is None else kept

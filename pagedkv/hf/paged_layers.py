@@ -1,9 +1,8 @@
-"""The layers of a cache that have pages, by what they are given: K and V, latents, chosen tokens.
+"""The kinds of layers that have pages: with K and V, with latents, with chosen tokens.
 
-A layer may attend to the latents of an earlier one. The model hands these on by itself, and the
-layer expands them by weights of its own, so that attention gets K and V that no cache has seen.
-Whose latents they are made of is what the configuration says; the first forward holds that against
-what they are (`Halves.of`).
+A layer may attend to the latents of an earlier layer. The model passes these on by itself, and the
+layer expands them by weights of its own, so attention gets K and V that no cache has seen. The
+configuration says from whose latents they were made; the first forward checks it (`Halves.of`).
 """
 
 from __future__ import annotations
@@ -26,16 +25,16 @@ class LatentLayer(PagedLayer):
     """One layer of a cache that is given latents.
 
     Attributes:
-        latest: what its model has staged last, which layers behind it may attend to again.
+        latest: the latents staged last, to which later layers may attend again.
     """
 
     latest: tuple[weakref.ref[Tensor], weakref.ref[Tensor]]
 
     def stage(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
-        """Stages latents `[B, 1, q, R]` and `[B, 1, q, r]`, and returns those of new tokens alone.
+        """Stages latents `[B, 1, q, R]` and rotated keys `[B, 1, q, r]`; returns them unchanged.
 
-        The model expands them, so they are no handles: the attention function finds them by
-        `waiting`.
+        The model expands them, so it gets no handles: the attention function finds the staged ones
+        in `waiting`.
         """
         if key_states.shape[1] * value_states.shape[1] > 1:
             raise UnsupportedModelError(
@@ -47,7 +46,7 @@ class LatentLayer(PagedLayer):
         return key_states, value_states
 
     def held(self) -> tuple[Tensor, Tensor] | None:
-        """Copies of latents and rotated keys, as a model gives them to its cache."""
+        """Returns copies of latents and rotated keys, as a model gives them to its cache."""
         held = super().held()
         if held is None:
             return None
@@ -55,18 +54,18 @@ class LatentLayer(PagedLayer):
         return both[..., :rank], both[..., rank:]
 
     def write_dense(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
-        """Writes latents and returns all of the layer, for another attention."""
+        """Writes latents for another attention than ours; returns all latents of the layer."""
         both, rank = torch.cat([key_states, value_states], dim=-1), key_states.shape[-1]
         k, _ = self.cache.update_dense(self, both, both[..., :rank])
         return k[..., :rank], k[..., rank:]
 
 
 class IndexedLatents(IndexedLayer, LatentLayer):
-    """One layer of a cache that is given latents, of which queries read chosen ones."""
+    """One layer of a cache that is given latents, and whose queries read chosen tokens."""
 
 
 class SharedLatents(IndexedLatents):
-    """A layer that attends to the latents of another, and has its index at most."""
+    """A layer without latents of its own: it attends to another's, and may have index keys."""
 
     is_shared = True
 
@@ -75,7 +74,7 @@ class SharedLatents(IndexedLatents):
         self.is_first = False
 
     def expanded_by(self, module: nn.Module, k: Tensor, v: Tensor) -> StagedLatents:
-        """Returns the latents of the other layer, with K and V that this one made of them."""
+        """Returns the other layer's latents, with K and V that this layer's module made of them."""
         cache = self.cache
         latent, rotated = (x() for x in cache.paged[self.index].latest)
         if latent is None or rotated is None or cache.forward_layer < self.index:
@@ -86,7 +85,7 @@ class SharedLatents(IndexedLatents):
 
 
 def paged_layer(cache: ForwardCache, kind: LayerKind) -> PagedLayer:
-    """A layer of a cache, for a layer of the model that attends over pages."""
+    """Makes the layer of a cache for a layer of the model that attends over pages."""
     index = kind.source if kind.attention is None else kind.attention
     assert index is not None, "the caller asks for layers with pages alone"
     config = cache.kv.config

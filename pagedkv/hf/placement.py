@@ -1,8 +1,8 @@
-"""Where the layers of a model compute, so that their pages and states lie there as well.
+"""Finds where the layers of a model compute, so that their pages and states lie there as well.
 
-Accelerate's hooks move what a module is given to its device (`device_map`). Weights that it keeps
-elsewhere, in host memory or on disk, are brought to that device for the call; `hf_device_map` has
-where they are kept, and nothing of what a caller hooked by hand.
+Accelerate's hooks move a module's arguments to its device (`device_map`). Weights that are kept
+elsewhere, in host memory or on disk, are brought to that device for the call. `hf_device_map` would
+not do: it says where weights are kept, and omits hooks that a caller added by hand.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ WAYS_OUT = (
 
 
 def devices_of(model: PreTrainedModel) -> dict[str, torch.device]:
-    """The devices that accelerate's hooks move tensors to, by the module that is called there."""
+    """Returns the devices to which accelerate's hooks move tensors, by the module called there."""
     found: dict[str, torch.device] = {}
     for name, module in model.named_modules():
         hook = getattr(module, "_hf_hook", None)
@@ -37,7 +37,7 @@ def devices_of(model: PreTrainedModel) -> dict[str, torch.device]:
 
 
 def is_plain(module: nn.Module) -> bool:
-    """Whether the forward of a module is that of its class, tensors that are moved to it aside."""
+    """Whether a module's forward computes as its class's does, if perhaps on moved tensors."""
     own = vars(module)
     if "forward" not in own or getattr(own["forward"], "is_of_class", False):
         return True
@@ -54,16 +54,16 @@ def is_plain(module: nn.Module) -> bool:
 
 
 def _device(place: int | str | torch.device) -> torch.device:
-    """The device as tensors name it; accelerate says the number of a card."""
+    """Returns a device as tensors name it; accelerate may give the number of a card."""
     device = torch.device("cuda", place) if isinstance(place, int) else torch.device(place)
     return torch.empty(0, device=device).device
 
 
 def placement_of(model: PreTrainedModel, home: torch.device) -> Placement:
-    """The device of every layer of a model that `why_not_placed` has no objection to.
+    """Returns the device of every layer of a model to which `why_not_placed` does not object.
 
     Args:
-        home: where the model is given its ids.
+        home: the device on which the model takes its ids.
     """
     kinds, found = layer_kinds(_text(model)), _of_layers(model, home)
     each = [min(found.get(i, {home}), key=str) for i in range(len(kinds))]
@@ -75,7 +75,7 @@ def placement_of(model: PreTrainedModel, home: torch.device) -> Placement:
 
 
 def why_not_placed(model: PreTrainedModel) -> str | None:
-    """Why pages cannot lie where a model computes, if they cannot."""
+    """Returns why pages cannot lie where a model computes; None if they can."""
     devices = set(devices_of(model).values())
     if len(devices) < 2:
         return None
@@ -90,7 +90,7 @@ def why_not_placed(model: PreTrainedModel) -> str | None:
             names = ", ".join(sorted(map(str, places)))
             return f"its layer {layer} computes on several devices ({names}); {WAYS_OUT}"
     own, types = len(layer_kinds(_text(model))), field_of(_text(model), "layer_types") or []
-    for layer in range(own, len(types)):  # those that share the K and V of others
+    for layer in range(own, len(types)):  # layers that share the K and V of others
         source = max(i for i in range(own) if types[i] == types[layer])
         if layers.get(layer) != layers.get(source):
             return (
@@ -101,9 +101,9 @@ def why_not_placed(model: PreTrainedModel) -> str | None:
 
 
 def _of_layers(model: PreTrainedModel, home: torch.device) -> dict[int, set[torch.device]]:
-    """The devices on which the innermost modules that know the index of their layer compute.
+    """Returns the devices of each layer, from the innermost modules that know a layer's index.
 
-    Where a block has several layers with K and V (LongCat), its own index is another count.
+    A block with several layers of K and V (LongCat) has an index, too, but counts otherwise.
     """
     hooked, text = devices_of(model), _text(model)
     found: dict[int, set[torch.device]] = {}
@@ -122,7 +122,7 @@ def _of_layers(model: PreTrainedModel, home: torch.device) -> dict[int, set[torc
 
 
 def _nearest(name: str, hooked: dict[str, torch.device], home: torch.device) -> torch.device:
-    """The device of the innermost module around one, itself included, that has a hook."""
+    """Returns the device of the innermost hooked module among this one and those around it."""
     while name and name not in hooked:
         name = name.rpartition(".")[0]
     return hooked.get(name, home)

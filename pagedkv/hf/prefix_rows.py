@@ -1,10 +1,10 @@
-"""Whole rows over texts that are computed already: what each shares of its own, and what is left.
+"""Whole rows over texts that are computed already: how far each agrees with its text, and the rest.
 
 `generate` cuts the ids of a batch at the length that its cache reports: one column for all rows.
-Behind padding the text of each row ends in a column of its own, and a row may leave it early: a
-prefix, an answer that is edited or generated again, a chat that drops thoughts. So a cache that
-knows the text of its rows reports no tokens to `generate`, is given whole rows, and cuts them
-itself: tokens are told by their place in their row's text, not by their column.
+But with padding the text of each row ends in a column of its own, and a row may leave its text
+early: behind a prefix, an answer that is edited or generated again, a chat that drops thoughts. So
+a cache that knows the texts of its rows reports no tokens to `generate`, is given whole rows, and
+cuts them itself: it compares tokens by their place in their row's text, not by their column.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from .model import text_config
 from .release import CACHE
 from .texts import TYPES, UNKNOWN, Texts, beside_text, furthest, placeholders, types_of
 
-# What a forward is told of each token it computes; embeddings have a dimension behind it.
+# Arguments with a value for each token a forward computes; embeddings have one more dimension.
 _OF_TOKENS = ("input_ids", "position_ids", *TYPES, "cache_position")
 
 SHARES_NOTHING = (
@@ -41,17 +41,17 @@ class Entry:
 
     Args:
         texts: what the rows hold.
-        arguments: of the forward: ids or embeddings of the rows, or of their last columns, and the
+        arguments: the forward's: ids or embeddings of the rows, or of their last columns, and the
             mask of all columns.
-        model: whose cache it is; its embedding tells ids where embeddings are given.
-        numbers: `[B, q]`, those of image tokens among the ids, 0 for others; None for none.
+        model: the cache's model; its embedding compares given embeddings with ids.
+        numbers: `[B, q]`, numbers of image tokens among the ids, 0 for others; None for none.
 
     Attributes:
-        lengths: `[B]`, tokens that each row shares with what is held of it.
-        shares_nothing: whole rows were given, and none begins as what is held of it.
+        lengths: `[B]`, how many tokens each row shares with its held text.
+        shares_nothing: whether whole rows were given and none begins like its held text.
 
     Raises:
-        UnsupportedModelError: a row leaves its text among or behind tokens that nobody told of.
+        UnsupportedModelError: a row leaves its text among or behind tokens with unknown ids.
     """
 
     def __init__(
@@ -65,11 +65,11 @@ class Entry:
         self._held, self._ids = held, ids = texts.lengths, texts.ids
         given: Tensor = given_to(arguments)
         self._real = real = _real_tokens(arguments, texts)
-        self._first = real.shape[1] - given.shape[1]  # column of what is given
+        self._first = real.shape[1] - given.shape[1]  # the first column that is given
         self._places = places = np.where(real, real.cumsum(1) - 1, -1)[:, self._first :]
         within = (places >= 0) & (places < held[:, None])
         expected = np.take_along_axis(ids, places.clip(0, ids.shape[1] - 1), 1)
-        # Ids that stand for something beside the text, and are not known by a number.
+        # Ids that stand for something beside the text, and have no number.
         stands_in = _stands_in(given, model, numbers is not None)
         numbers = np.zeros_like(expected) if numbers is None else numbers
         self._stands_in = stands_in & (numbers == 0)
@@ -101,7 +101,7 @@ class Entry:
         self.spare: dict[Any, int] = {}
 
     def _require_told(self, until: Ints, leaves: Bools) -> None:
-        """Raises where a row leaves its text beside a token whose id is unknown."""
+        """Raises if a row leaves its text next to a token whose id is unknown."""
         untold = (self._ids == UNKNOWN) & self._within_held
         behind = np.where(untold.any(1), self._ids.shape[1] - untold[:, ::-1].argmax(1), 0)
         if (leaves & (until <= behind) & (behind > 0)).any():
@@ -111,7 +111,7 @@ class Entry:
             )
 
     def _require_seen(self) -> None:
-        """Raises where tokens of images are left to compute, and no images were given."""
+        """Raises if tokens of images are left to compute, but no images were given."""
         holds = ((self._ids >= FIRST_IMAGE_NUMBER) & self._within_held).any(1)
         left = (self._numbered | self._stands_in) & self._todo
         if not self._beside and (left.any(1) & holds).any():
@@ -123,14 +123,14 @@ class Entry:
             )
 
     def allow(self, kv: PagedKVCache, rows: list[int]) -> None:
-        """Gives up what rows cannot share, because the cache cannot be cut there."""
+        """Shortens what rows share where the cache cannot be cut."""
         before = self.lengths.copy()
         for i, row in enumerate(rows):
             try:
                 kv.require_truncatable(row, int(self.lengths[i]))
             except ValueError:
                 self.lengths[i] = 0
-        # A recurrent state takes in every column that is computed, also one that it has seen.
+        # A recurrent state takes in every computed column, even one that it has taken in before.
         if kv.config.states and not self.left.all():
             self.lengths[:] = 0
         if not given_to(self._arguments).is_floating_point() and not self._beside:
@@ -152,7 +152,7 @@ class Entry:
 
     @property
     def _cut(self) -> int:
-        """Columns of what is given that no row needs computed.
+        """How many of the given columns no row needs computed.
 
         Images are given for all of their tokens, so these are cut off together or not at all.
         """
@@ -166,7 +166,7 @@ class Entry:
 
     @property
     def seen(self) -> int:
-        """Columns before those that are computed."""
+        """How many columns stand before the computed ones."""
         return self._first + self._cut
 
     @property
@@ -177,12 +177,12 @@ class Entry:
 
     @property
     def left(self) -> Bools:
-        """`[B, q]`, which tokens of the columns that are computed the cache does not hold."""
+        """`[B, q]`, which tokens of the computed columns the cache does not hold."""
         return self._todo[:, self._cut :]
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """The arguments of a forward of these columns alone."""
+        """The arguments of a forward of the computed columns alone."""
         cut, columns, found = self._cut, self._places.shape[1], dict(self._arguments)
         for name in _OF_TOKENS:
             if isinstance(found.get(name), Tensor) and found[name].shape[-1] == columns:
@@ -190,7 +190,7 @@ class Entry:
         if found.get("inputs_embeds") is not None:
             found["inputs_embeds"] = found["inputs_embeds"][:, cut:]
         if self._numbered.any() and not (self._numbered | self._stands_in)[:, cut:].any():
-            for name in self._beside:  # images that are held
+            for name in self._beside:  # these images are held
                 del found[name]
         return found
 
@@ -217,7 +217,7 @@ class Entry:
         return found
 
     def undo(self, kv: PagedKVCache, rows: list[int]) -> list[int]:
-        """The rows as they were before `cut`, under ids that may be new."""
+        """Restores the rows as they were before `cut`; returns their ids, which may be new."""
         restored = [*rows]
         for key, alike in self._alike().items():
             short = [i for i in alike if kv.length(rows[i]) < self._held[i]]
@@ -230,7 +230,7 @@ class Entry:
         return restored
 
     def end(self, kv: PagedKVCache) -> None:
-        """Gives back what was kept to undo."""
+        """Gives back the sequences that were kept for `undo`."""
         kv.free([*self.spare.values()])
         self.spare.clear()
 
@@ -238,13 +238,13 @@ class Entry:
 def require_new(
     arguments: Mapping[str, Any], seen: int, least: int, model: PreTrainedModel
 ) -> None:
-    """Raises where `generate` feeds tokens again to a cache that knows no ids, told by positions.
+    """Raises if `generate` feeds a cache that knows no ids some of its tokens again.
 
-    A mask tells it by its width; newer releases pass none where nothing is padded.
+    The width of the mask shows it, or positions: newer releases pass no mask without padding.
 
     Args:
         seen: tokens that the cache holds, padding included.
-        least: the least that positions of what follows are ahead of them.
+        least: how far the next position is ahead of `seen` at least.
     """
     places, mask = arguments.get("position_ids"), arguments.get("attention_mask")
     given = given_to(arguments)
@@ -272,10 +272,10 @@ def require_new(
 
 
 def can_enter(arguments: Mapping[str, Any], whole: bool) -> bool:
-    """Whether a forward is told enough of its rows to compare them with a prefix.
+    """Whether a forward is given enough of its rows to compare them with a prefix.
 
     Args:
-        whole: it is whole rows that were asked for.
+        whole: whether whole rows were asked for.
     """
     given, mask = given_to(arguments), arguments.get("attention_mask")
     places = arguments.get("position_ids")
@@ -287,17 +287,17 @@ def can_enter(arguments: Mapping[str, Any], whole: bool) -> bool:
 
 
 def given_to(arguments: Mapping[str, Any]) -> Any:
-    """The ids of a forward, `[B, q]`, or its embeddings, `[B, q, width]`."""
+    """Returns the ids of a forward, `[B, q]`, or its embeddings, `[B, q, width]`."""
     ids = arguments.get("input_ids")
     return arguments.get("inputs_embeds") if ids is None else ids
 
 
 def _real_tokens(arguments: Mapping[str, Any], texts: Texts) -> Bools:
-    """Returns which tokens are no padding, of all columns: `[B, total]`."""
+    """Returns which tokens of all columns are no padding: `[B, total]`."""
     mask, given = arguments.get("attention_mask"), given_to(arguments)
     if mask is not None:
         return np.asarray((mask != 0).cpu().numpy())
-    # Newer releases drop a mask of ones; positions tell whole rows from what follows the prefix.
+    # Newer releases drop a mask of ones; then positions tell whole rows from rows behind a prefix.
     places, cached = arguments.get("position_ids"), texts.ids.shape[1]
     behind = texts.lengths + texts.ahead
     rest = places is not None and bool((furthest(places[..., :1])[0][:, 0] == behind).all())
@@ -305,10 +305,10 @@ def _real_tokens(arguments: Mapping[str, Any], texts: Texts) -> Bools:
 
 
 def _stands_in(given: Tensor, model: PreTrainedModel, images: bool) -> Bools:
-    """Returns which ids may stand for more than text: `[B, q]`; none if embeddings are given.
+    """Returns which ids may stand for something else than text, `[B, q]`; none of embeddings.
 
     Args:
-        images: whether only image tokens may.
+        images: whether only image tokens may do so.
     """
     if given.is_floating_point():
         return np.zeros(given.shape[:2], bool)
@@ -319,7 +319,7 @@ def _stands_in(given: Tensor, model: PreTrainedModel, images: bool) -> Bools:
 def _untyped(arguments: Mapping[str, Any], columns: int, model: PreTrainedModel) -> Any:
     """Returns which tokens have type 0, as the prefix had: `[B, q]`, or a bool for all.
 
-    Type 0 is text where others are images. In a decoder of text alone a type is one more embedding.
+    Type 0 is text where other types are images. In a decoder of text alone, types have embeddings.
     """
     if arguments.get("token_type_ids") is not None and text_config(model) is model.config:
         return False
@@ -329,7 +329,7 @@ def _untyped(arguments: Mapping[str, Any], columns: int, model: PreTrainedModel)
 
 
 def _same(given: Tensor, expected: Tensor, model: PreTrainedModel) -> Bools:
-    """Returns where ids or embeddings of a forward are those of the expected ids: `[B, q]`."""
+    """Returns where ids or embeddings of a forward agree with the expected ids: `[B, q]`."""
     if given.is_floating_point():
         table = model.get_input_embeddings()
         return np.asarray((given == table(expected)).all(-1).cpu().numpy())

@@ -1,7 +1,7 @@
 """Handles the differences between the releases of transformers that are served.
 
-From 5.24 on models take and return their cache as `cache`; before it was `past_key_values`. A model
-of one's own may still use the old word under a new release, so a model is asked by its signature.
+From 5.24 on models take and return their cache as `cache`; before it was `past_key_values`. A
+user's own model may still use the old word under a new release, so its signature decides.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ NAMES = ("cache", "past_key_values")
 # The word of `generate`, and of errors about what a caller gave it.
 _TAKEN = inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters
 CACHE: str = next((name for name in NAMES if name in _TAKEN), NAMES[0])
-# Until then layers that checkpoint gradients took no cache in training, also without gradients.
+# Before 5.24 layers with gradient checkpointing took no cache in training, even without gradients.
 CHECKPOINTS_TAKE_NO_CACHE = Version(transformers.__version__) < Version("5.24.0")
 
 
 def cache_argument(model: Any) -> str:
     """The name by which a model's forward takes its cache.
 
-    A forward that hands on whatever it gets is given the word of its parent, or of `generate`.
+    A forward that passes on any keyword gets the word of its parent class, or of `generate`.
     """
     accepted = parameters_of(model)
     return next((name for name in NAMES if name in accepted), CACHE)
@@ -41,8 +41,8 @@ def shared_out(ranks: int, experts: bool = False) -> Any:
     """Makes the `DistributedConfig` by which `ranks` processes share out a model.
 
     Args:
-        experts: each has some whole experts, not a part of every one. Where there is no `ep_size`
-            yet (5.17), all else stays whole.
+        experts: each process has some whole experts, not a part of every one. In releases without
+            `ep_size` (5.17) all else stays whole.
     """
     from transformers.distributed import DistributedConfig
 
@@ -55,7 +55,7 @@ def shared_out(ranks: int, experts: bool = False) -> Any:
 
 @functools.cache
 def warn_if_untested(release: str = transformers.__version__) -> None:
-    """Warns once of a transformers that is newer than the newest tested one."""
+    """Warns once if transformers is newer than the newest tested release."""
     if Version(release).release > Version(NEWEST).release:
         warn(
             f"transformers {release} is newer than {NEWEST}, the newest that pagedkv was tested "

@@ -1,4 +1,4 @@
-"""Some elements of each tensor, from all over it: what is read of weights to tell them apart."""
+"""Samples of each tensor, taken from all over it, by which weights are told apart."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ GOLDEN = (math.sqrt(5) - 1) / 2
 
 @torch.inference_mode()
 def bits(tensors: Sequence[Tensor]) -> list[bytes]:
-    """The exact bytes of some elements of each tensor; none where a tensor has none here."""
+    """Returns the exact bytes of each tensor's samples; empty if it has no readable elements."""
     views: dict[torch.device, dict[torch.dtype, list[tuple[int, Tensor]]]] = {}
     for i, tensor in enumerate(tensors):
         view = some_of(tensor)
@@ -35,10 +35,10 @@ def bits(tensors: Sequence[Tensor]) -> list[bytes]:
 
 
 def some_of(tensor: Tensor) -> Tensor | None:
-    """`[n]`, at most `SAMPLES` elements from all over a tensor, of which nothing else is read.
+    """Returns `[n]`, at most `SAMPLES` elements from all over a tensor; nothing else is read.
 
-    None for a tensor without readable elements: it is empty, its bytes are elsewhere, or it is of a
-    class of its own.
+    None for a tensor without readable elements: it is empty, its bytes are elsewhere, or its class
+    is a special one.
     """
     if type(tensor) not in (nn.Parameter, Tensor, nn.Buffer):
         try:
@@ -57,7 +57,7 @@ def some_of(tensor: Tensor) -> Tensor | None:
 
 
 def places_of(tensor: Tensor) -> range:
-    """Where in a contiguous tensor of this shape its samples lie."""
+    """Returns where the samples of a contiguous tensor of this shape lie."""
     if not tensor.numel():
         return range(0)
     step, count = _stride(tensor.numel(), tensor.shape[-1] if tensor.ndim else 1)
@@ -66,10 +66,10 @@ def places_of(tensor: Tensor) -> range:
 
 @cache
 def _stride(size: int, width: int) -> tuple[int, int]:
-    """How far apart samples of a contiguous tensor of rows lie, and how many there are.
+    """Returns how far apart samples of a contiguous tensor lie, and how many there are.
 
-    Each lies some rows further and the golden ratio of a row to the right of the last, so that they
-    fall into as many rows and columns as there are samples.
+    Each lies some rows below the last one and the golden ratio of a row to its right, so that
+    samples fall into as many rows and columns as they can.
     """
     count = min(size, SAMPLES)
     step = size // count
@@ -81,7 +81,7 @@ def _stride(size: int, width: int) -> tuple[int, int]:
 
 
 def _grid(shape: Sequence[int]) -> tuple[slice, ...]:
-    """At most `SAMPLES` elements of a tensor that lies in memory in any way."""
+    """Selects at most `SAMPLES` elements of a tensor with any layout in memory."""
     left, cuts = SAMPLES, []
     for i, size in enumerate(shape):
         count = min(size, max(1, round(left ** (1 / (len(shape) - i)))))

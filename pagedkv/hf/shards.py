@@ -1,7 +1,7 @@
 """Finds the part of a model's attention that tensor parallelism leaves on one rank.
 
-Configurations tell the heads of the whole model. How many of them a rank computes is asked of the
-projections themselves: some plans share out their outputs, some gather them, some leave them whole.
+Configurations tell the heads of the whole model. The projections themselves show how many of them a
+rank computes: some plans share out their outputs, some gather them, some leave them whole.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from pagedkv.config import CacheConfig
 from pagedkv.errors import UnsupportedModelError
 from pagedkv.ranks import ranks_of
 
-# What makes K, alone or beside Q and V.
+# Names of projections that make K, alone or beside Q and V.
 PROJECTIONS = ("k_proj", "qkv_proj", "qkv", "query_key_value", "Wqkv", "W_pack", "c_attn")
 
 _PARTS: weakref.WeakKeyDictionary[PreTrainedModel, int] = weakref.WeakKeyDictionary()
 
 
 def parts_of_heads(model: PreTrainedModel) -> int:
-    """Into how many parts the heads of a model are cut, of which this rank computes one.
+    """Returns into how many parts the heads of a model are cut; this rank computes one part.
 
     Collective, once for each model: a projection may gather its outputs.
     """
@@ -39,7 +39,7 @@ def parts_of_heads(model: PreTrainedModel) -> int:
 
 
 def on_this_rank(model: PreTrainedModel, whole: CacheConfig) -> CacheConfig:
-    """The cache of this rank's heads, for one that was read from the configuration of all.
+    """Cuts a cache for all heads down to the heads of this rank.
 
     Raises:
         UnsupportedModelError: heads would be cut.
@@ -63,7 +63,7 @@ def on_this_rank(model: PreTrainedModel, whole: CacheConfig) -> CacheConfig:
 
 
 def _projection(model: PreTrainedModel) -> Any:
-    """A layer of the decoder that makes K; None where none has a name that is known."""
+    """Returns a layer of the decoder that makes K; None if none has a known name."""
     text: Any = model.config.get_text_config(decoder=True)
     for module in model.modules():
         if getattr(module, "config", None) is text and hasattr(module, "layer_idx"):
@@ -76,13 +76,13 @@ def _projection(model: PreTrainedModel) -> Any:
 
 @torch.no_grad()
 def _width(made: nn.Linear) -> int:
-    """How many numbers of a token come out of a projection on this rank."""
+    """Returns how many numbers a projection gives for a token on this rank."""
     token = torch.zeros(1, 1, made.in_features, dtype=made.weight.dtype, device=made.weight.device)
     return int(made(token).shape[-1])
 
 
 def of_rank(model: PreTrainedModel, fingerprint: bytes) -> bytes:
-    """A fingerprint of the pages of one rank, which hold heads of their own."""
+    """Returns a fingerprint for the pages of one rank, which hold only its heads."""
     ranks = ranks_of(model)
     if ranks.size == 1:
         return fingerprint

@@ -1,4 +1,4 @@
-"""The parameters of a model's forward: its own, and those that it hands on to others."""
+"""The parameters of a model's forward: its own, and those that it passes on."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ POSITION = 7  # of the token that is tried; a model that counts by itself begins
 
 
 def parameters_of(model: Any) -> set[str]:
-    """The names that a model's forward takes; where it takes any, also those of its parents'."""
+    """Names a forward's parameters; if it takes any keywords, also those of its parents."""
     kind = model if isinstance(model, type) else type(model)
     inherited = [vars(base)["forward"] for base in kind.__mro__ if "forward" in vars(base)]
     found: set[str] = set()
@@ -26,9 +26,9 @@ def parameters_of(model: Any) -> set[str]:
 
 
 def takes_positions(model: Any, device: torch.device) -> bool:
-    """Whether a model goes by the positions that it is given.
+    """Whether a model uses the positions that it is given.
 
-    One that takes them without naming them is called with a token, no further than to its decoder.
+    A model that may pass them on unnamed is run on a token up to its decoder: do they arrive?
     """
     if "position_ids" in inspect.signature(model.forward).parameters:
         return True
@@ -51,4 +51,4 @@ def takes_positions(model: Any, device: torch.device) -> bool:
 
 
 class StopForward(Exception):
-    """Ends a forward where it has said enough."""
+    """Ends a forward that has shown what it was run for."""

@@ -1,6 +1,6 @@
-"""Whether a model is still the one that K and V were computed with.
+"""Tells whether a model is still the one that K and V were computed with.
 
-Torch's counts of writes would not do: fused optimizers and numpy views write without counting.
+Torch's counts of writes are not enough: fused optimizers and numpy views write without counting.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Seen(NamedTuple):
     of_adapter: bool
 
     def is_same(self, other: Seen) -> bool:
-        """Whether no sign shows that the tensor was changed in between."""
+        """Whether nothing shows that the tensor was changed in between."""
         return self.tensor() is other.tensor() and self[1:4] == other[1:4]
 
 
@@ -43,7 +43,7 @@ Snapshot = dict[str, Seen]
 
 
 def snapshot(model: nn.Module) -> Snapshot:
-    """The weights of a model as they are now, by name."""
+    """Notes the weights of a model as they are now, by name."""
     held = list(tensors_of(model))
     return {
         each.name: Seen(weakref.ref(each.tensor), *_counted(each.tensor), some, each.of_adapter)
@@ -54,8 +54,8 @@ def snapshot(model: nn.Module) -> Snapshot:
 def is_stale(before: Snapshot, now: Snapshot) -> bool:
     """Whether K and V computed at one snapshot may differ from those computed at a later one.
 
-    Adapters that were added do not count: where they act, the salt of prefixes differs
-    (`adapters.state_of`), and elsewhere they change nothing.
+    Added adapters do not count: if they act, the salt of prefixes differs (`adapters.state_of`),
+    and if not, they change nothing.
     """
     for name, seen in before.items():
         if name not in now or not seen.is_same(now[name]):
@@ -71,11 +71,11 @@ class Weights(NamedTuple):
 
     @classmethod
     def of(cls, model: Any, by_row: Sequence[str] | None = None) -> Weights:
-        """Weights and adapters of a model as it is now; `by_row` names the adapter of each row."""
+        """Notes weights and adapters of a model as they are; `by_row` has each row's adapter."""
         return cls(snapshot(model), state_of(model, by_row))
 
     def require_same(self, model: Any, by_row: Sequence[str] | None = None) -> None:
-        """Raises ModelChangedError where K and V computed now would be others."""
+        """Raises ModelChangedError if the model would now compute other K and V."""
         now = Weights.of(model, by_row)
         if now.adapters != self.adapters or is_stale(self.seen, now.seen):
             others = now.adapters != self.adapters
@@ -89,6 +89,6 @@ class Weights(NamedTuple):
 def _counted(tensor: Tensor) -> tuple[int, int]:
     try:
         address = tensor.data_ptr()
-    except Exception:  # of a class of its own, without memory
+    except Exception:  # a special class may have no memory
         address = 0
     return -1 if tensor.is_inference() else tensor._version, address

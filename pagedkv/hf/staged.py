@@ -32,13 +32,13 @@ class StagingLayer(Protocol):
         """The cache of the layer."""
 
     def open(self, shape: Sequence[int], padding: Tensor | None) -> None:
-        """Opens the step of a forward with the first layer."""
+        """Opens the step of a forward at the first layer."""
 
     def mask(self, given: Any) -> Any:
-        """Returns the mask that it attends under, by what its attention was given."""
+        """Returns the mask for its attention, from the argument that its attention was given."""
 
     def chosen(self, handle: Any) -> Tensor | None:
-        """Returns the tokens that queries read, by a handle of them; None for all."""
+        """Returns the tokens that queries read, from their handle; None for all."""
 
     def end_by_hand(self, cache: ForwardCache) -> None:
         """Commits after the last layer when the caller runs layers one by one."""
@@ -47,20 +47,20 @@ class StagingLayer(Protocol):
 class Staged:
     """K and V of one layer between `update` and the attention function.
 
-    Behind it other layers may attend to them again, in the same step and by the same handles: they
+    Later layers may attend to them again, in the same step and by the same handles: these layers
     get what `update` returned, and read the pages.
     """
 
     def __init__(self, layer: StagingLayer, k: Tensor, v: Tensor) -> None:
         self.layer, self.k, self.v = layer, k, v
-        self.step: StepMetadata | None = None  # in which the layer has attended
+        self.step: StepMetadata | None = None  # the step in which the layer has attended
         self.attended = False
         self.reach = 0  # distances that its module was asked a bias for
 
     def cast(self, query: Tensor) -> Tensor:
-        """Casts K and V for pages made under this autocast, as it would for SDPA; the queries too.
+        """Casts K, V and queries for pages made under this autocast, as it does for SDPA.
 
-        Autocast leaves some of the three in the model's dtype: rotary embedding is in float32.
+        Autocast itself leaves some of the three in another dtype: rotary embedding is in float32.
         """
         dtype = torch.get_autocast_dtype(query.device.type)
         if str(dtype) != f"torch.{self.layer.cache.kv.config.dtype}":
@@ -70,7 +70,7 @@ class Staged:
         return query.to(dtype)
 
     def require_no_cast(self, query: Tensor) -> None:
-        """Raises where autocast made K, V or queries of another dtype than pages have."""
+        """Raises if autocast made K, V or queries of another dtype than pages have."""
         dtype = self.layer.cache.kv.config.dtype
         for name, x in (("query", query), *self.given):
             if str(x.dtype) != f"torch.{dtype}":
@@ -87,20 +87,20 @@ class Staged:
 
     @property
     def width(self) -> int:
-        """Elements of a head of the output."""
+        """Returns the elements of a head of the output."""
         return self.v.shape[-1]
 
     def expanded_by(self, module: torch.nn.Module, k: Tensor, v: Tensor) -> Staged | None:
-        """These, if `module` was given K and V that it made of them behind the cache; else None."""
+        """Returns this object if `module` made `k` and `v` of it after the cache; else None."""
         return None
 
     def attend(self, query: Tensor, mask: Tensor | None, **terms: Any) -> Tensor:
-        """Writes and attends, with terms of the scores as in `paged_attention`: `[B, q, H, D]`."""
+        """Writes, and attends with terms of the scores as in `paged_attention`: `[B, q, H, D]`."""
         cache, layer = self.layer.cache, self.layer
         place = query.device.type
         if torch.is_autocast_enabled(place):
             query = self.cast(query)
-            with torch.autocast(place, enabled=False):  # it would cast inside of attention, too
+            with torch.autocast(place, enabled=False):  # it would cast within attention, too
                 return self.attend(query, mask, **terms)
         if self.attended:
             return self._attend_again(query, **terms)
@@ -146,7 +146,7 @@ class Staged:
         """Attends for a layer without K and V of its own: `[B, n, H, D]`.
 
         Args:
-            query: `[B, H, n, D]`; some models compute the last tokens of each row alone, whose
+            query: `[B, H, n, D]`; some models compute only the last tokens of each row, whose
                 logits are wanted.
         """
         cache, layer, new = self.layer.cache, self.layer, query.shape[2]

@@ -2,7 +2,7 @@
 
 Models read and change the tensors of such a layer as they like, some of them in place and without
 telling anybody. So a forward works on copies of its rows' states: they are read when the model
-first looks at them, and what they are when the forward has returned goes to the rows' slots.
+first looks at them, and written to the rows' slots when the forward has returned.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def make_layers(cache: ForwardCache) -> list[Any]:
     made: list[Any] = []
     for kind in layer_kinds(text):
         attention, state = kind.attention, kind.state
-        # Of a model with embeddings of n-grams most layers have none, and one state.
+        # In a model that embeds n-grams most layers do not embed any, and have one state.
         states = 1 if state is None or tensors[state] < most else most
         if attention is not None and state is not None:
             made.append(HybridLayer(cache, attention, windows[attention], state, states))
@@ -53,7 +53,7 @@ def make_layers(cache: ForwardCache) -> list[Any]:
 
 
 class EmptyLayer(LinearAttentionLayer):
-    """A layer that keeps nothing. To transformers it is one with a state, as in its own caches."""
+    """A layer that keeps nothing. Transformers takes it for a state layer, as in its own caches."""
 
     is_compileable = False
     staged = None
@@ -65,7 +65,7 @@ class StateLayer(LinearAttentionLayer):
     Args:
         index: of the layer among those with a state.
         number_of_states: states that transformers keeps apart within the layer.
-        end: the id of the end of a text, where the last state is of ids; see `models/states.py`.
+        end: the id that ends a text, if the last state holds ids; see `models/states.py`.
     """
 
     is_compileable = False  # else masks are made as for a static cache
@@ -86,15 +86,15 @@ class StateLayer(LinearAttentionLayer):
         LinearAttentionLayer.__init__(self, number_of_states=number_of_states)
 
     def forget(self) -> None:
-        """Drops the tensors of a forward; the next one reads what is committed."""
+        """Drops the tensors of a forward; the next forward reads what is committed."""
         self._loaded = self.visited = False
         LinearAttentionLayer.__init__(self, number_of_states=self.number_of_states)
 
     def hand_in(self, step: StepMetadata, rows: Sequence[int] | None) -> None:
-        """Gives a step what the layer holds after the forward.
+        """Gives a step the states that the layer holds after the forward.
 
         Args:
-            rows: which rows of the batch the step has; None for all.
+            rows: the rows of the batch that are in the step; None for all.
         """
         if not self.visited:
             return  # the step says which layers are missing
@@ -130,7 +130,7 @@ class StateLayer(LinearAttentionLayer):
 
     @property
     def has_previous_state(self) -> dict[int, bool]:
-        """Whether the rows have tokens; asked for the mask as well, so that this is no visit."""
+        """Whether the rows have tokens. Making the mask asks this, too, so it is no visit."""
         self._load()
         return self._has_previous
 
@@ -149,7 +149,7 @@ class StateLayer(LinearAttentionLayer):
         return LinearAttentionLayer.update_recurrent_state(self, recurrent_states, *args, **kwargs)
 
     def activate_past_recording(self) -> None:
-        """Raises: drafts are taken back, and a state cannot be."""
+        """Raises: drafts may be taken back, but a state cannot."""
         raise UnsupportedModelError(
             f"{CACHE}: assisted decoding takes back drafts, which recurrent states cannot; "
             "generate without assistant_model and prompt_lookup_num_tokens, or with transformers' "
@@ -206,7 +206,7 @@ class HybridLayer(StateLayer, PagedLayer):
         StateLayer.__init__(self, cache, state_index, number_of_states)
 
     def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
-        """Initialises a state, which is named; K and V need nothing."""
+        """Initialises a state, given by name; K and V need no initialising."""
         if kwargs:
             LinearAttentionLayer.lazy_initialization(self, **kwargs)
 
@@ -216,7 +216,7 @@ class HybridLayer(StateLayer, PagedLayer):
 def require_states_to_follow(
     model: PreTrainedModel, had: Bools, fresh: Bools | None, new: int
 ) -> None:
-    """Raises where recurrent states would be wrong after a forward.
+    """Raises if recurrent states would be wrong after a forward.
 
     Args:
         had: `[B]`, which rows have tokens already.

@@ -1,4 +1,4 @@
-"""Arguments of attention that pages do not know are refused, not left out."""
+"""Refuses arguments of attention that pages do not know, instead of ignoring them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pagedkv.config import field_of
 from pagedkv.errors import UnsupportedModelError
 from pagedkv.models.refusals import of_sinks
 
-# What models pass along that does not change the mathematics of attention.
+# Arguments that models pass along, and that do not change the mathematics of attention.
 HARMLESS = {
     "cache_position",
     "is_causal",
@@ -29,7 +29,7 @@ HARMLESS = {
 
 
 def refuse_strange(dropout: float, kwargs: dict[str, Any]) -> None:
-    """Raises where a model passes arguments that would change the mathematics of attention."""
+    """Raises if a model passes arguments that would change the mathematics of attention."""
     if dropout:
         raise UnsupportedModelError(f"dropout: expected 0, got {dropout}; call model.eval()")
     if kwargs.get("is_causal") is False:
@@ -41,7 +41,7 @@ def refuse_strange(dropout: float, kwargs: dict[str, Any]) -> None:
 
 
 def refuse_strange_sinks(module: torch.nn.Module, sinks: Tensor | None) -> None:
-    """Raises where a model passes sinks whose meaning in this model was not verified."""
+    """Raises if a model passes sinks whose meaning in this model was not verified."""
     config = getattr(module, "config", None)
     if sinks is not None and (reason := of_sinks(config)):
         raise UnsupportedModelError(f"s_aux: {reason}, not for {field_of(config, 'model_type')}")

@@ -1,7 +1,7 @@
 """Stands in for forwards of modules while a step of ours computes, in its thread alone.
 
-Whatever it was not made for is computed by the module's own forward: another weight, another
-dtype, another thread, autocast, gradients, torch's compiler.
+The module's own forward computes everything that the stand-in was not made for: another weight,
+another dtype, another thread, autocast, gradients, torch's compiler.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _SITES = Lock()  # of all models: packed weights of two kinds may come and go at
 
 
 def is_its_own(module: nn.Module) -> bool:
-    """Whether the forward of a module is that of its class, or stands in for it during a step."""
+    """Whether the forward of a module is its class's, or a `StandIn` for it during a step."""
     forward = vars(module).get("forward")
     return forward is None or isinstance(forward, StandIn)
 
@@ -32,7 +32,7 @@ class StandIn:
         threads: those that compute a step.
     """
 
-    under: Any = None  # of packed weights of another kind, whose threads it lets through
+    under: Any = None  # a stand-in of another kind of packed weights, for that one's threads
     is_of_class = True  # for `placement.is_plain`: it computes what the module's class does
 
     def __init__(self, module: nn.Module, threads: list[int]) -> None:
@@ -67,12 +67,12 @@ class StandIn:
                 at = at.under
 
     def other(self) -> Any:
-        """The one under it, in whose thread it is called."""
+        """Returns the stand-in under this one, if another thread than ours calls."""
         return None if get_ident() in self.threads else self.under
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Copies and saves a model in the middle of a step with the forward that is its own."""
-        return getattr, (self.module, "forward")  # a copy that is just begun has its class's alone
+        """Lets a model be copied or saved in the middle of a step, with its own forward."""
+        return getattr, (self.module, "forward")  # a copy in the making has only its class's
 
     def serves(self, x: Any) -> bool:
         """Whether it may compute with these rows."""
@@ -89,7 +89,7 @@ class Swapped(StandIn):
     """The forward of a module that has a weight.
 
     Args:
-        seen: the weight that it is for.
+        seen: the weight for which it was made.
         threads: those that compute a step.
     """
 
@@ -116,7 +116,7 @@ class Swapped(StandIn):
 
 
 class StandIns:
-    """Forwards that stand in while a thread acts; those of several threads are put in once."""
+    """Forwards that stand in while any thread acts; they are put in once for all threads."""
 
     def __init__(self) -> None:
         self._sites: Sequence[StandIn] = ()

@@ -6,12 +6,12 @@ import sys
 import warnings
 from types import FrameType
 
-# Between a caller and us: libraries that call us back, and what Python wraps calls in.
+# Packages between a caller and us: libraries that call us back, and Python's wrappers of calls.
 BETWEEN = {"pagedkv", "torch", "transformers", "peft", "accelerate", "contextlib", "functools"}
 
 
 def warn(message: str) -> None:
-    """A `UserWarning` of the innermost line that is neither ours nor of a library between."""
+    """Warns at the innermost line that belongs neither to us nor to a package between."""
     frame: FrameType | None = sys._getframe(1)
     level = 2
     while frame is not None and _package_of(frame) in BETWEEN:

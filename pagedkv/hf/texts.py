@@ -1,6 +1,6 @@
-"""The texts of a cache's rows: the ids of their tokens, as far as forwards were told them.
+"""The texts of a cache's rows: the ids of their tokens, as far as forwards were given them.
 
-An image's tokens are known by numbers made of its digest (`image_numbers.py`), or not at all.
+An image's tokens have numbers made of its digest (`image_numbers.py`), or are unknown.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from .adapters import without_adapter
 from .model import device_of
 
 UNKNOWN = -1
-ALONE = -2  # for a token whose axes of positions differ: it is like no other
-WAITING = 256  # forwards whose ids stay on their device
-# Tensors that a forward may be given beside its text; any other may be a part of it: an image, say.
+ALONE = -2  # a token with different positions on its axes, which is equal to no other
+WAITING = 256  # most forwards whose ids stay on their device
+# Tensors that a forward may be given beside its text; any other may be part of the text: an image.
 BESIDE_TEXT = {"attention_mask", "position_ids", "cache_position", "logits_to_keep"}
 TYPES = ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids")
-# Names of ids that stand for more than themselves, or may: bounds and padding do not.
+# Names of ids that may stand for something else, such as an image; bounds and padding do not.
 _PLACEHOLDER = re.compile(r"(?!(bos|eos|pad|sep|unk)_|.*_(start|end)_).*_token_(id|index)")
 
 
@@ -33,11 +33,11 @@ class Told(NamedTuple):
     """The ids, positions and types that a forward was given, `[B, q]` on the model's device.
 
     Attributes:
-        ids: None where it was given embeddings.
-        positions: `[..., B, q]`, one or several axes; None where the model counts columns.
-        types: of kinds of tokens; 0 is text.
-        stands_in: ids in whose places more than text was given: an image, say.
-        numbers: on the host, those of image tokens, 0 for others; None where none are known.
+        ids: None if the forward was given embeddings.
+        positions: `[..., B, q]`, one or several axes; None if the model counts columns.
+        types: tensors of token types; 0 is text.
+        stands_in: ids that may stand for something else than text, such as an image.
+        numbers: on the host, numbers of image tokens, 0 for others; None if none are known.
     """
 
     ids: Tensor | None = None
@@ -56,7 +56,7 @@ class Told(NamedTuple):
         types = tuple(kept_copy(one) for one in types_of(arguments, TYPES, ids.shape[1]))
         if numbers is not None or not beside_text(arguments):
             return cls(kept_copy(ids), positions, types, (), numbers)
-        stands_in = placeholders(config)  # without any, all of these may
+        stands_in = placeholders(config)  # if none is named, every id may be one
         return cls(kept_copy(ids) if stands_in else None, positions, types, stands_in)
 
 
@@ -64,7 +64,7 @@ class _Forward(NamedTuple):
     """The tokens that a forward has added.
 
     Attributes:
-        column: the first of those that it was given.
+        column: the column of the first token that it was given.
         added: `[B, q]`, which tokens are new; None for all.
     """
 
@@ -77,8 +77,8 @@ class _Forward(NamedTuple):
 class Texts:
     """The ids and positions of rows, on the host; `UNKNOWN` for ids that no forward gave.
 
-    Those of the latest forwards stay on their device until somebody asks: to fetch them in each
-    forward would wait for it.
+    Ids of the latest forwards stay on their device until somebody asks: fetching them in each
+    forward would wait for the device.
     """
 
     def __init__(self, rows: Sequence[Ints] = ()) -> None:
@@ -102,12 +102,12 @@ class Texts:
 
     @property
     def ids(self) -> Tokens:
-        """`[B, longest]`, behind the end of a row anything."""
+        """`[B, longest]`; values behind the end of a row mean nothing."""
         return self._held[0]
 
     @property
     def positions(self) -> Tokens:
-        """`[B, longest]`, those that its tokens were computed at, of several axes the furthest."""
+        """`[B, longest]`, where tokens were computed; the furthest if there are several axes."""
         return self._held[1]
 
     @property
@@ -137,23 +137,23 @@ class Texts:
             self._settle()
 
     def select(self, index: Sequence[int]) -> None:
-        """Makes row i what row `index[i]` was."""
+        """Makes row i a copy of the former row `index[i]`."""
         self._settle()
         self._table, self._lengths = self._table[:, list(index)], self._lengths[list(index)]
 
     def cut(self, lengths: Ints) -> None:
-        """Takes back what is behind these lengths, `[B]`."""
+        """Takes back the tokens behind these lengths, `[B]`."""
         self._settle()
         self._lengths = np.minimum(self._lengths, lengths)
 
     def repeated(self, n: int) -> Texts:
-        """N rows for each of these."""
+        """Makes N rows of each row."""
         made = Texts()
         made._table, made._lengths = self._held.repeat(n, axis=1), self.lengths.repeat(n)
         return made
 
     def _settle(self) -> None:
-        """Fetches what waits on its device."""
+        """Fetches the ids that wait on their device."""
         waiting, self._waiting = self._waiting, []
         for forward in waiting:
             self._write(*forward)
@@ -188,13 +188,13 @@ class Texts:
 
 
 def ids_of(given: Any, model: PreTrainedModel) -> Tensor:
-    """Token ids `[B, n]` for a model, which may come as a tokenizer returns them: a mapping."""
+    """Returns token ids `[B, n]` for a model, also from a mapping that a tokenizer returned."""
     ids = given.get("input_ids") if isinstance(given, Mapping) else given
     mask = given.get("attention_mask") if isinstance(given, Mapping) else None
     try:
         ids = torch.as_tensor(ids, device=device_of(model))
         padded = mask is not None and not torch.as_tensor(mask, device="cpu").all()
-    except (TypeError, ValueError, RuntimeError):  # of what torch makes no tensor
+    except (TypeError, ValueError, RuntimeError):  # torch makes no tensor of it
         raise TypeError(
             "ids: expected [n] or [1, n] token ids, or what a tokenizer or its chat template "
             f"returns, got {given!r:.80}"
@@ -208,26 +208,26 @@ def ids_of(given: Any, model: PreTrainedModel) -> Tensor:
         )
     embedding: Any = without_adapter(model.get_input_embeddings())
     most = getattr(embedding, "num_embeddings", 1 << 31) - 1
-    low, high = ids.min().item(), ids.max().item()  # out of range they would end a card's context
+    low, high = ids.min().item(), ids.max().item()  # others would crash a card's context
     if ids.is_floating_point() or not 0 <= low <= high <= most:
         raise ValueError(f"ids: expected integers from 0 to {most}, got {low}..{high}")
     return ids[None] if ids.ndim == 1 else ids
 
 
 def types_of(arguments: Mapping[str, Any], names: Sequence[str], columns: int) -> list[Tensor]:
-    """The types of the last tokens by each of these names, `[B, columns]`; drafts have none yet."""
+    """Returns the last tokens' types by each name, `[B, columns]`; drafts, without any, get 0."""
     given = (arguments.get(name) for name in names)
     types = [one[..., -columns:] for one in given if isinstance(one, Tensor)]
     return [torch.nn.functional.pad(one, (0, columns - one.shape[-1])) for one in types]
 
 
 def beside_ids(given: Any, accepted: Iterable[str]) -> dict[str, Any]:
-    """Returns what a processor gave beside the ids of a text and the model accepts: images, say."""
+    """Returns a processor's values beside ids that the model accepts, such as images."""
     if not isinstance(given, Mapping):
         return {}
     names = [name for name in given if name in accepted and name not in ("input_ids", *BESIDE_TEXT)]
     if not {*names} - {*TYPES}:
-        return {}  # of a text alone
+        return {}  # a text alone
     every = {name: given[name] for name in names if given[name] is not None}
     return {
         name: value if isinstance(value, Tensor) else torch.as_tensor(value, device="cpu")
@@ -236,21 +236,21 @@ def beside_ids(given: Any, accepted: Iterable[str]) -> dict[str, Any]:
 
 
 def beside_text(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a forward's arguments that may be part of its text but no tokens: images, say."""
+    """Returns a forward's arguments that may be part of its text, such as images, but no tokens."""
     known = {"input_ids", "inputs_embeds", *BESIDE_TEXT, *TYPES}
     return {k: value for k, value in arguments.items() if k not in known and _holds_tensors(value)}
 
 
 def placeholders(config: Any) -> tuple[int, ...]:
-    """The ids that a configuration names, among which are those of images, videos and sounds."""
+    """Returns the ids named in a configuration that may stand for images, videos and sounds."""
     named = ((name, value) for name, value in vars(config).items() if isinstance(value, int))
     return tuple(value for name, value in named if _PLACEHOLDER.fullmatch(name))
 
 
 def furthest(positions: Tensor) -> tuple[Ints, Any]:
-    """`[B, q]` of one axis or several, and of which tokens all axes that rotate are equal.
+    """Returns the furthest position on any axis, `[B, q]`, and whether all rotating axes agree.
 
-    Where there are four, the first counts tokens: it is for masks.
+    Of four axes the first counts tokens, for masks, and does not rotate.
     """
     if positions.ndim == 2:
         return positions.cpu().numpy(), True
@@ -259,7 +259,7 @@ def furthest(positions: Tensor) -> tuple[Ints, Any]:
 
 
 def kept_copy(x: Tensor) -> Tensor:
-    """A copy, since callers may write into theirs."""
+    """Copies a tensor, since callers may write into theirs."""
     return x.detach().to(torch.int32, copy=True)
 
 

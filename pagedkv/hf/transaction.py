@@ -1,15 +1,15 @@
 """One transaction a forward: its writes are committed when it returns, undone when it raises.
 
-A forward begins where the outermost module is called of those on the way from an attached model to
-its decoder, and is over when that call returns. Which cache takes part is known by its arguments,
-or by its first layer where the model makes the cache itself. The step opens later, in the first
-layer, since shapes and mask are known there.
+The modules on the way from an attached model to its decoder are watched. A forward begins when the
+outermost of them is called, and is over when that call returns. The call's arguments show which
+cache takes part, or the first layer does, if the model makes the cache itself. The step opens
+later, in the first layer, since shapes and mask are known there.
 
-Layers that are called without any of these modules, one by one, say, make a forward without a
+Layers that are called without any of these modules, such as one by one, make a forward without a
 transaction: it is committed behind the last layer.
 
-Threads take turns on the pages, a forward each (`cache/fair_turns.py`), from its beginning or from
-its first layer, as its cache is known, to its end.
+Threads take turns on the pages, a forward each (`cache/fair_turns.py`): from the moment when the
+forward's cache is known, at its beginning or first layer, to its end.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from pagedkv.errors import OpenStepError, UnsupportedModelError
 from .forward_cache import ForwardCache, changed_after_cache, waiting
 from .release import CACHE
 
-# Seconds: frames of a thread that runs on are read one by one, and may seem to end too early.
+# Seconds. Frames of a running thread are read one by one, so a call may wrongly seem to have ended.
 LOOK_AGAIN = 0.001
 
 
@@ -44,11 +44,11 @@ class Transaction:
     """A forward that has begun.
 
     Args:
-        outermost: the module whose call it is.
+        outermost: the module whose call the forward is.
         cache: the cache among its arguments, if there is one.
     """
 
-    running: Sequence[Any] = ()  # rows that leave: a cache keeps its own
+    running: Sequence[Any] = ()  # rows that may leave: none, a cache keeps its rows
     turn: Turn
 
     def __init__(self, outermost: nn.Module, cache: ForwardCache | None) -> None:
@@ -60,7 +60,7 @@ class Transaction:
 
     @property
     def outermost(self) -> nn.Module | None:
-        """The module whose call it is; None if it is gone."""
+        """The module whose call the forward is; None if the module is gone."""
         return self._outermost()
 
     @property
@@ -69,7 +69,7 @@ class Transaction:
         return None if self._cache is None else self._cache()
 
     def may_hold(self, cache: ForwardCache) -> bool:
-        """Whether a cache takes part in this forward, or may be the one that will."""
+        """Whether a cache takes part in this forward, or may still do so."""
         return self._cache is None or self.cache is cache
 
     def has_entered(self, cache: ForwardCache) -> bool:
@@ -88,7 +88,7 @@ class Transaction:
         return any(part is module for part in outermost.modules())
 
     def take_turn(self, cache: ForwardCache) -> None:
-        """Waits until the pages of the cache that takes part are this forward's."""
+        """Waits until this forward has its turn on the pages of its cache."""
         if self.outermost is not None:
             cache.require_own(self.outermost)
         self.turn, self._turns = cache.turn, cache.kv.turns
@@ -100,7 +100,7 @@ class Transaction:
         if self._turns is None:
             self.take_turn(cache)
         _require_none_on(cache.kv)
-        cache.abort_step()  # a forward whose end no hook saw left it open
+        cache.abort_step()  # a forward whose end no hook saw may have left a step open
         cache.transaction = self
 
     def commit(self) -> None:
@@ -119,17 +119,17 @@ class Transaction:
         self._committed = True
 
     def end(self) -> None:
-        """Ends the forward: leaves everything as it was before it, unless that is committed."""
+        """Ends the forward; restores everything as it was before, unless it is committed."""
         begun = self._turns is not None and not self._committed
-        cache = self.cache if begun else None  # that of a parent of os.fork is not even asked
+        cache = self.cache if begun else None  # after os.fork the parent's is not asked
         if cache is not None:
-            with cache.kv.lock:  # another thread may have taken its turn away
+            with cache.kv.lock:  # another thread may have taken the turn away
                 self.abort()
         if self._turns is not None:
             self._turns.end_forward(self)
 
     def abort(self) -> None:
-        """Leaves everything as it was before the forward. Called by the holder of the lock."""
+        """Restores everything as it was before the forward. The caller holds the lock."""
         cache = self.cache
         if cache is not None:
             if self.has_entered(cache):
@@ -142,7 +142,7 @@ class Transaction:
         return self in _thread.transactions
 
     def is_over(self) -> bool:
-        """Whether its thread has ended, or has left it by an interrupt, which hooks miss."""
+        """Whether its thread has ended, or an interrupt ended it, which hooks do not see."""
         if not self._is_left():
             return False
         sleep(LOOK_AGAIN)
@@ -199,9 +199,9 @@ def enter(cache: ForwardCache) -> None:
     """Called before the first layer of a cache is updated, in any forward.
 
     Raises:
-        OpenStepError: another forward of this thread is under way on the same pages, or where
-            layers are called by hand one of another thread.
-        UnsupportedModelError: the cache's layers were passed in this forward already.
+        OpenStepError: another forward of this thread is under way on the same pages, or, if layers
+            are called by hand, one of another thread.
+        UnsupportedModelError: this forward has passed the cache's layers already.
     """
     forget_dead()
     mine = _thread.transactions
@@ -217,9 +217,9 @@ def enter(cache: ForwardCache) -> None:
 
 
 def by_hand(cache: ForwardCache) -> AbstractContextManager[None]:
-    """Returns a context that holds the pages for layers called by hand; in a forward they are held.
+    """Returns a context that holds the pages for layers called by hand; a forward holds its own.
 
-    Layers that are called by hand do not wait, since nobody sees what their thread holds.
+    Layers that are called by hand do not wait, since nobody knows what their thread holds.
 
     Raises:
         OpenStepError: a forward of another thread is under way.
@@ -231,7 +231,7 @@ def by_hand(cache: ForwardCache) -> AbstractContextManager[None]:
 
 
 def require_none_on(kv: PagedKVCache) -> None:
-    """Raises `OpenStepError` where a forward of this thread is under way on these pages."""
+    """Raises `OpenStepError` if a forward of this thread is under way on these pages."""
     forget_dead()
     _require_none_on(kv)
 
@@ -247,10 +247,10 @@ def _require_none_on(kv: PagedKVCache) -> None:
 
 
 def forget_dead(beginning: nn.Module | None = None) -> None:
-    """Aborts forwards that an interrupt ended: hooks are told of errors, but not of these.
+    """Aborts forwards that an interrupt ended: hooks see errors, but not interrupts.
 
     Args:
-        beginning: the module whose call begins now, and so is that of no forward yet.
+        beginning: the module whose call begins now, so that this call is no forward yet.
     """
     mine = _thread.transactions
     while mine:
@@ -263,7 +263,7 @@ def forget_dead(beginning: nn.Module | None = None) -> None:
 
 
 def _is_called(module: nn.Module | None, times: int, frame: FrameType | None = None) -> bool:
-    """Whether `times` calls of a module have not returned yet, in this thread or at a frame."""
+    """Whether `times` calls of a module have not returned yet, seen from this or another frame."""
     frame = sys._getframe(1) if frame is None else frame
     while frame is not None and times:
         if frame.f_code.co_name == "_call_impl" and frame.f_locals.get("self") is module:
@@ -276,7 +276,7 @@ def _is_called(module: nn.Module | None, times: int, frame: FrameType | None = N
 
 
 def watch(module: nn.Module) -> list[RemovableHandle]:
-    """Hooks that begin and end a forward whose outermost module this is."""
+    """Adds the hooks that begin and end a forward whose outermost module this is."""
     return [
         module.register_forward_pre_hook(begin, with_kwargs=True, prepend=True),
         module.register_forward_hook(commit),
@@ -306,7 +306,7 @@ def begin(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     if cache is None:
         return None
     mine[-1].take_turn(cache)
-    # Only ids are given by position: what a model takes next differs from one to the next.
+    # Of arguments given by position only ids are named: what comes next differs between models.
     named = (
         {"input_ids": args[0], **kwargs} if args and isinstance(args[0], torch.Tensor) else kwargs
     )
@@ -318,7 +318,7 @@ def begin(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def commit(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-    """Hook after the call of a module that raised nothing, nor did any other hook of it."""
+    """Hook after the call of a module, if neither the call nor another hook has raised."""
     transaction = _innermost(module)
     if transaction is not None:
         transaction.commit()
@@ -326,7 +326,7 @@ def commit(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def end(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-    """Hook after any call of a module: what was not committed is aborted."""
+    """Hook after any call of a module; aborts a forward that was not committed."""
     transaction = _innermost(module)
     if transaction is None:
         return
@@ -336,7 +336,7 @@ def end(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
 
 
 def _innermost(module: nn.Module) -> Transaction | None:
-    """The innermost forward, if it is that of a call of this module."""
+    """Returns the innermost forward, if it is a call of this module."""
     mine = _thread.transactions
     if all(transaction.outermost is not module for transaction in mine):
         return None
@@ -347,10 +347,10 @@ def _innermost(module: nn.Module) -> Transaction | None:
 
 
 def _put_last(module: nn.Module) -> None:
-    """Puts the hooks that end a forward behind those that a user has added since: they may fail."""
+    """Puts the hooks that end a forward behind hooks that a user added since, which may fail."""
     hooks: OrderedDict[int, Any] = module._forward_hooks  # type: ignore[assignment]
     if next(reversed(hooks.values()), None) is end:
         return
     for key, hook in [*hooks.items()]:
         if hook is commit or hook is end:
-            hooks.move_to_end(key)  # at no time is it absent for other threads
+            hooks.move_to_end(key)  # other threads never find it missing

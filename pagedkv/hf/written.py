@@ -1,8 +1,8 @@
-"""Attention that a model writes out itself, followed from `update` to the product with V.
+"""Follows attention that a model writes out itself, from `update` to the product with V.
 
 Some models call no attention function: they multiply queries with K, scale, add a bias and a mask,
-take the softmax and multiply it with V. Each of these is noted down here in place of a number, and
-the last one attends over pages. Whatever is not such a step raises, so nothing is left out.
+take the softmax and multiply it with V. Each of these operations is noted down here instead of
+computed, and the last one attends over pages. Any other operation raises, so nothing is left out.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from .model import named_model
 from .staged import Staged
 from .strange import refuse_strange
 
-LEAST = -1e4  # what is added to hide a score is lower
+LEAST = -1e4  # a number added to hide a score is lower
 ALL = Sight()
-ROUNDED = 2.0**-7  # of a bias in bfloat16
+ROUNDED = 2.0**-7  # relative rounding that a bias in bfloat16 may have
 
 
 class _Noted:
-    """A tensor that is not computed: only its shape is known, and how it would come about.
+    """A tensor that is not computed: it has a shape, and notes how it would be computed.
 
     Attributes:
         staged: K and V of its layer.
-        like: of its shape, without elements.
+        like: a tensor of its shape, without elements.
     """
 
     def __init__(self, staged: Staged, like: Tensor) -> None:
@@ -40,7 +40,7 @@ class _Noted:
 
     @classmethod
     def __torch_function__(cls, function: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Called where torch is given one."""
+        """Called when a function of torch is given such a tensor."""
         name = getattr(function, "__name__", "").strip("_")
         noted = next(x for x in (*args, *(kwargs or {}).values()) if isinstance(x, _Noted))
         if name not in _FUNCTIONS:
@@ -57,7 +57,7 @@ class _Noted:
     __getitem__ = __radd__ = __rsub__ = __rmul__ = _no_step
 
     def strange(self, what: str) -> UnsupportedModelError:
-        """The error for what is no step of attention."""
+        """Makes the error for an operation that is no step of attention."""
         return changed_after_cache(self.staged.layer.index, what)
 
     def _as(self, like: Tensor, **changed: Any) -> Self:
@@ -67,7 +67,7 @@ class _Noted:
 
     @property
     def shape(self) -> torch.Size:
-        """As that of the tensor."""
+        """The shape that the tensor would have."""
         return self.like.shape
 
     @property
@@ -81,11 +81,11 @@ class _Noted:
         return self.staged.k.device
 
     def size(self, *dim: int) -> Any:
-        """As that of the tensor."""
+        """Returns the size that the tensor would have."""
         return self.like.size(*dim)
 
     def view(self, *shape: Any) -> Self:
-        """Returns it with other axes in front; its last two stay."""
+        """Returns it with other leading axes; the last two stay."""
         like = self.like.reshape(*shape)
         if like.shape[-2:] != self.like.shape[-2:]:
             raise self.strange("view")
@@ -113,7 +113,7 @@ class Half(_Noted):
 
     @classmethod
     def pair(cls, staged: Staged) -> tuple[Half, Half]:
-        """Both; where rows are packed, one token longer than what is new."""
+        """Makes both; if rows are packed, one token longer than the new tokens."""
         new = staged.k.shape[2]
         length = staged.layer.cache.length_behind(new)
         made = []
@@ -137,11 +137,11 @@ class Scores(_Noted):
 
     Attributes:
         query: `[B, H, q, D]`.
-        scale: their factor.
-        bias: what is added to them, and its factor; None for nothing.
-        mask: under which they are seen; None until one is added.
-        narrowed: whether the layer has hidden those outside of its own window itself.
-        are_weights: whether these are weights.
+        scale: the factor of the scores.
+        bias: a bias that is added to them, and its factor; None without one.
+        mask: the mask that was added; None before.
+        narrowed: whether the layer itself has hidden the scores outside its window.
+        are_weights: whether the softmax was taken.
     """
 
     query: Tensor
@@ -153,7 +153,7 @@ class Scores(_Noted):
 
     @classmethod
     def of(cls, query: Tensor, key: Any) -> Scores:
-        """The products of queries and K."""
+        """Makes the scores of queries and K."""
         if not (isinstance(key, Half) and key.is_key and key.turned):
             raise key.strange("matmul")
         rows, heads = key.staged.k.shape[:2]
@@ -185,13 +185,13 @@ class Scores(_Noted):
         return self._as(self.like, bias=(other, 1.0))
 
     def masked_fill(self, mask: Any, value: float) -> Scores:
-        """Hides what the mask says."""
+        """Hides the scores that the mask hides."""
         if not isinstance(mask, MaskHandle) or value > LEAST:
             raise self.strange("masked_fill")
         return self + mask
 
     def where(self, seen: Any, hidden: Any) -> Scores:
-        """Hides what is not seen by a mask of the layer's own, as long as the forward's."""
+        """Hides scores by a mask of the layer's own, which has the length of the forward's."""
         value = hidden.item() if isinstance(hidden, Tensor) and not hidden.ndim else hidden
         usual = isinstance(value, float) and value <= LEAST and isinstance(seen, Tensor)
         told = self.staged.layer.cache.length_behind(1) is not None
@@ -202,19 +202,19 @@ class Scores(_Noted):
         return self._as(self.like, narrowed=True)
 
     def at_least(self, floor: Any) -> Scores:
-        """Returns itself: what hides a score may be no lower than this, and hides it as well."""
+        """Returns itself: a floor this low limits only hidden scores, which stay hidden."""
         if self.are_weights or not isinstance(floor, Tensor) or floor.ndim or floor.item() > LEAST:
             raise self.strange("max")
         return self
 
     def weights(self, dim: int) -> Scores:
-        """Their softmax."""
+        """Notes their softmax."""
         if self.are_weights or dim % self.like.ndim != self.like.ndim - 1:
             raise self.strange("softmax")
         return self._as(self.like, are_weights=True)
 
     def __matmul__(self, value: Any) -> Tensor:
-        """Attends over pages, with all that was noted: `[..., q, D]`."""
+        """Attends over pages with all noted operations: `[..., q, D]`."""
         staged, layer = self.staged, self.staged.layer
         right = isinstance(value, Half) and not (value.is_key or value.turned)
         if not (self.are_weights and right and value.staged is staged):
@@ -239,10 +239,10 @@ class Scores(_Noted):
         return out.reshape(*self.shape[:-1], out.shape[-1])
 
     def _slopes(self, mask: MaskHandle) -> Tensor:
-        """`[H]`, the slopes of the bias; layers of a forward have it in common."""
+        """Returns the slopes of the bias, `[H]`; all layers of a forward share one bias."""
         assert self.bias is not None
         bias, factor = self.bias
-        within = mask.bias  # a layer that adds it itself counts it once
+        within = mask.bias  # the bias in the mask, if any, is the same one
         cache, layer = self.staged.layer.cache, self.staged.layer
         at = bias.data_ptr(), bias.shape, bias.stride()
         if layer.is_first or cache.slopes is None or cache.slopes[0] != at:
@@ -268,13 +268,13 @@ def _is_sight(seen: Tensor, sight: Sight) -> bool:
 
 
 def slopes_of(bias: Tensor, heads: int, padding: Tensor | None) -> Tensor | None:
-    """`[H]` float32, the slopes of a bias if it is one of ALiBi; else None.
+    """Returns the slopes of a bias, `[H]` float32, if it is one of ALiBi; else None.
 
-    It rises by the slope from token to token: from 0 at the first of a text, or by columns up to 0
-    at the last one. What stands beside the 0 is the slope as it is.
+    Such a bias rises by the slope from token to token: from 0 at a text's first token, or by
+    columns up to 0 at the last one. The number next to the 0 is the slope itself.
 
     Args:
-        bias: `[..., 1, tokens]`, of the heads of all rows alike or of each.
+        bias: `[..., 1, tokens]`, by head, for all rows together or for each row.
         padding: `[B, tokens]`, False for padding.
     """
     tokens = bias.shape[-1]
