@@ -1,14 +1,14 @@
 """A model: what its layers keep of a text, what it weighs, why pages cannot serve it.
 
-`facts.py` has what a type does without its configuration saying so; `names.py` reads a
-configuration by one set of names, `defaults.py` what a file leaves to the class of transformers,
-`layer_names.py` which layers it lists or leaves to a rule; `kinds.py` knows which layers have K and
-V, a recurrent state, both or neither; `shapes.py` the shapes of K and V; `states.py` the tensors of
-the states; `groups.py` what a cache is told of them; `refusals.py` why a model cannot use pages.
-`checkpoint.py` reads where a folder has its tensors, `headers.py` which weights these are,
-`packing.py` in how many bits a quantised one has them. `model.py` asks all of these, `weighing.py`
-says what the weights take. They are without torch. `skeleton.py` is the model without weights, by
-transformers' own classes.
+`facts.py` has facts of a type that its configuration does not say; `names.py` reads a configuration
+by one set of names, `defaults.py` the values that a file leaves to the class of transformers, and
+`layer_names.py` the kinds of layers that a file lists or leaves to a rule. `kinds.py` finds which
+layers have K and V, a recurrent state, both or neither; `shapes.py` the shapes of K and V;
+`states.py` the tensors of the states; `groups.py` makes fields of a cache of them; `refusals.py`
+says why a model cannot use pages. `checkpoint.py` reads where a folder has its tensors,
+`headers.py` which weights these are, `packing.py` how many bits a quantised weight takes.
+`model.py` asks all of these, `weighing.py` counts the bytes of weights. None of them needs torch.
+`skeleton.py` makes the model without weights, by transformers' own classes.
 """
 
 from .facts import facts_of, types_with

@@ -1,7 +1,7 @@
-"""Where the tensors of a safetensors checkpoint lie: names, files, byte ranges, from headers.
+"""Finds where the tensors of a safetensors checkpoint lie: names, files, byte ranges, from headers.
 
-A header is believed only if it accounts for every byte of its file, as the format demands, so that
-whoever reads a range gets that tensor's bytes or an error, never another tensor's.
+A header is accepted only if it accounts for every byte of its file, as the format demands. So a
+reader of a range gets that tensor's bytes or an error, never another tensor's bytes.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ IN_ORDER = (
     "model.safetensors", "model.safetensors.index.json",
     "pytorch_model.bin", "pytorch_model.bin.index.json",
 )  # fmt: skip
-# Where a configuration says how many layers of text there are; each has a tensor of its own.
+# Parts of a configuration, and fields, that say how many layers there are; each has some tensor.
 TEXT_PARTS = "text_config", "llm_config", "language_config"
 LAYERS = "num_hidden_layers", "n_layer", "num_layers", "n_layers"
-MOST_LAYERS = 10_000  # of a configuration without files; a skeleton takes a millisecond for each
-# Each is a side of some tensor, or a part of one, and no element is less than a bit.
+MOST_LAYERS = 10_000  # for a configuration without files; a skeleton takes a millisecond a layer
+# Each of these is a side of some tensor, or a part of one, and no element takes less than a bit.
 SIDES = (
     "vocab_size", "hidden_size", "n_embd", "d_model", "intermediate_size", "ffn_dim", "n_inner",
     "num_attention_heads", "n_head", "num_heads", "n_heads", "num_key_value_heads", "head_dim",
@@ -46,7 +46,7 @@ class TensorRange:
     """One tensor's place.
 
     Attributes:
-        offset: of its first byte, from the beginning of the file.
+        offset: the place of its first byte, from the beginning of the file.
         nbytes: its length.
         dtype: as the format spells it (`BF16`).
     """
@@ -65,7 +65,7 @@ class Checkpoint:
 
     Attributes:
         tensors: by name, in the order of the files.
-        config: what `config.json` says.
+        config: the contents of `config.json`.
     """
 
     folder: Path
@@ -90,7 +90,7 @@ class Checkpoint:
         if not all(file.suffix == SAFE for file in files) or not files:
             _refuse_others(folder)
         tensors: dict[str, TensorRange] = {}
-        for file in files:  # of two tensors of one name transformers takes the later
+        for file in files:  # if two have one name, transformers takes the later
             tensors |= {tensor.name: tensor for tensor in read_header(file)}
         for file, said in files.items():
             if lost := next((name for name in said if name not in tensors), None):
@@ -106,12 +106,12 @@ def require_sizes(
     nbytes: int | None = None,
     file: Path | None = None,
 ) -> None:
-    """Raises where a configuration promises more than its files hold, before any of it is made.
+    """Raises if a configuration claims more than its files can hold, before a model is made of it.
 
     Args:
-        tensors: in its files.
-        nbytes: of all of them; None where there are no files.
-        file: the configuration's.
+        tensors: the number of tensors in its files.
+        nbytes: their bytes together; None if there are no files.
+        file: the file of the configuration.
     """
     limits: list[tuple[tuple[str, ...], int, str]] = [(LAYERS, tensors, "the tensors of its files")]
     if nbytes is None:
@@ -130,14 +130,14 @@ def require_sizes(
 
 
 def weight_files(folder: Path, config: Mapping[str, Any]) -> dict[Path, list[str]]:
-    """The files from which transformers' `from_pretrained` loads a folder's weights.
+    """Lists the files from which transformers' `from_pretrained` loads a folder's weights.
 
-    Of several sets it takes one: what the configuration names, a single file, the files of an
-    index; safetensors before pickles. Other engines take an index first; here every reader has to
-    give the answers of the model that transformers loads. Where it finds none there is none.
+    Transformers takes the first that exists: the file that the configuration names, a single file,
+    the files of an index; safetensors before pickles. Other engines take an index first, but here
+    every reader has to give the answers of the model that transformers loads.
 
     Returns:
-        Files in the order of loading, each with the names of tensors that an index says it has.
+        Files in the order of loading, if any, each with the tensors that an index says it has.
 
     Raises:
         CheckpointError: an index, or the configuration, names files that are not there.
@@ -158,7 +158,7 @@ def weight_files(folder: Path, config: Mapping[str, Any]) -> dict[Path, list[str
 
 
 def _taken(folder: Path, config: Mapping[str, Any]) -> str | None:
-    """The file, or the index, that tells transformers of a folder's weights."""
+    """Names the file or the index by which transformers finds a folder's weights."""
     named = config.get(EXPLICIT)
     if named is not None:
         _require_file(folder / "config.json", EXPLICIT, named)
@@ -174,10 +174,10 @@ def _require_file(said_by: Path, what: str, name: Any) -> None:
 
 
 def found_in(model: str | Path) -> tuple[str, Checkpoint | dict[str, Any]]:
-    """The name of a model on this machine and its checkpoint, or its configuration alone.
+    """Returns the name of a model, and its checkpoint on this machine or else its configuration.
 
     Args:
-        model: a folder, or an id on the hub, of which the configuration is fetched if need be.
+        model: a folder, or an id on the hub, whose configuration is fetched if need be.
     """
     folder = _folder(model)
     downloaded = folder != Path(model)
@@ -196,13 +196,13 @@ def found_in(model: str | Path) -> tuple[str, Checkpoint | dict[str, Any]]:
 
 
 def short_name(folder: Path) -> str:
-    """The last part of a path; of one in the hub's cache the id."""
+    """Returns the last part of a path; for a path in the hub's cache the model's id."""
     cached = re.search(r"models--(.+?)/snapshots/", f"{folder}/")
     return cached[1].replace("--", "/") if cached else folder.name or folder.resolve().name
 
 
 def _folder(model: str | Path) -> Path:
-    """The folder itself, or the one in the hub's cache that has this model's configuration."""
+    """Returns the folder itself, or the folder in the hub's cache that has the configuration."""
     folder = Path(model)
     looks_local = isinstance(model, Path) or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", model)
     if folder.exists() or looks_local or folder.suffix == ".gguf":
@@ -218,14 +218,14 @@ def _folder(model: str | Path) -> Path:
         return Path(found).parent
     try:
         return Path(hf_hub_download(str(model), "config.json")).parent
-    except Exception as error:  # of many kinds: no network, no such model, no access
+    except Exception as error:  # no network, no such model, no access
         raise ValueError(
             f"model: expected a folder or an id on the hub, got {model!r}: {error}"
         ) from error
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """The folder's `config.json`."""
+    """Reads the folder's `config.json`."""
     if folder.suffix == ".gguf":
         _refuse(folder, "GGUF")
     if not folder.is_dir():
@@ -244,10 +244,10 @@ def _refuse_others(folder: Path) -> NoReturn:
 
 
 def read_header(file: Path, handle: int | None = None) -> Sequence[TensorRange]:
-    """The tensors of one file, in the order of their bytes.
+    """Reads the tensors of one file, in the order of their bytes.
 
     Args:
-        handle: of the file, if it is open; it stays so.
+        handle: the file's descriptor, if it is open; it stays open.
     """
     try:
         with open(file if handle is None else handle, "rb", closefd=handle is None) as stream:
@@ -276,7 +276,7 @@ def read_header(file: Path, handle: int | None = None) -> Sequence[TensorRange]:
 
 
 def _tensor(file: Path, name: str, entry: Any, begin: int) -> TensorRange:
-    """One entry of a header, held against itself."""
+    """Reads one entry of a header, and checks that it does not contradict itself."""
     try:
         dtype, shape, (start, stop) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
         bits = BITS[dtype]

@@ -1,9 +1,9 @@
 """Reads the defaults of a type's configuration from the source of transformers' class.
 
 A configuration's class lists its fields with their defaults, and older names for some of them.
-Both are literals, so its source tells them: importing it takes seconds, and a plan of a
-checkpoint waits for no transformers. What a class computes of other fields stands in `facts.py`
-and `names.py`.
+Both are literals, so they can be read from its source. Importing transformers instead would take
+seconds, for which no plan of a checkpoint should wait. Values that a class computes from other
+fields are in `facts.py` and `names.py`.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ class Defaults(NamedTuple):
     """The literals of a configuration's class.
 
     Attributes:
-        values: by field; none for a field that is None by default.
-        older: names that files may have, and those of their fields.
-        decoder: the type of the decoder inside a model; empty where it has none.
-        any_decoder: whether a file may say another type of it.
+        values: the defaults, by field; without fields that are None by default.
+        older: the fields' present names, by the names that files may have.
+        decoder: the type of the decoder inside a model; empty if it has none.
+        any_decoder: whether a file may name another type for it.
     """
 
     values: dict[str, Any]
@@ -35,7 +35,7 @@ class Defaults(NamedTuple):
 
 @cache
 def defaults_of(kind: str) -> Defaults:
-    """The defaults of a type; none where the installed transformers does not have it."""
+    """Returns the defaults of a type; empty if the installed transformers does not have it."""
     values: dict[str, Any] = {}
     older: dict[str, str] = {}
     decoder, fixed = "", ""
@@ -56,14 +56,14 @@ def defaults_of(kind: str) -> Defaults:
 
 
 def decoder_type(kind: str, said: str) -> str:
-    """The type of the decoder inside a model of a type, of which its file says a type."""
+    """Returns the decoder's type in a model of a type, whose file names the decoder's as `said`."""
     found = defaults_of(kind)
     taken = found.any_decoder and (named_with(said) or models_folder() is None)
     return said if taken else found.decoder or said
 
 
 def _decoder(parts: ast.expr | None) -> tuple[str, str]:
-    """The class of a model's decoder, and its usual type, by the classes of its parts."""
+    """Returns the class of a model's decoder, or its usual type, from the classes of its parts."""
     if isinstance(parts, ast.Dict):
         for key, part in zip(parts.keys, parts.values):
             if _literal(key) == "text_config" and isinstance(part, ast.Name):
@@ -76,7 +76,7 @@ def _decoder(parts: ast.expr | None) -> tuple[str, str]:
 
 
 def _taken(made: ast.FunctionDef, fields: Mapping[str, Any]) -> dict[str, str]:
-    """Names of a file that a class takes for its fields: `self.X = kwargs.pop("Y", self.X)`."""
+    """Finds names of a file that a class takes for fields: `self.X = kwargs.pop("Y", self.X)`."""
     found = {}
     for statement in ast.walk(made):
         if not isinstance(statement, ast.Assign):
@@ -92,7 +92,7 @@ def _taken(made: ast.FunctionDef, fields: Mapping[str, Any]) -> dict[str, str]:
 
 @cache
 def named_with(kind: str) -> tuple[str, ...]:
-    """The names that transformers lists for a type: of its class, and of a module of another name.
+    """Returns the names that transformers lists for a type: its class, and perhaps its module.
 
     Without transformers there are none.
     """
@@ -101,14 +101,14 @@ def named_with(kind: str) -> tuple[str, ...]:
 
 
 def _lists() -> Iterator[Path]:
-    """The files in which transformers lists its types."""
+    """Yields the files in which transformers lists its types."""
     for name in ("auto_mappings.py", "configuration_auto.py"):
         if (models := models_folder()) and (file := models / "auto" / name).exists():
             yield file
 
 
 def models_folder() -> Path | None:
-    """The folder in which the installed transformers has its models, without importing it."""
+    """Returns the folder with the models of the installed transformers, without importing it."""
     found = find_spec("transformers")
     if found is None or not found.submodule_search_locations:
         return None
@@ -116,7 +116,7 @@ def models_folder() -> Path | None:
 
 
 def _classes(kind: str) -> tuple[dict[str, ast.ClassDef], str]:
-    """The classes in the file of a type's configuration, and the name of its own among them."""
+    """Returns the classes in the file of a type's configuration, and the name of its own class."""
     folder, names = models_folder(), named_with(kind)
     for module in (*names, kind.replace("-", "_")) if folder else ():
         assert folder is not None
@@ -131,20 +131,20 @@ def _classes(kind: str) -> tuple[dict[str, ast.ClassDef], str]:
 
 
 def _type_of(node: ast.ClassDef) -> Any:
-    """The type that a class says it is of."""
+    """Returns the type that a class names as its own."""
     said = (one for one in node.body if isinstance(one, ast.Assign))
     values = (one.value for one in said if _target(one) == "model_type")
     return _literal(next(values, None))
 
 
 def _target(statement: ast.stmt) -> str:
-    """The name that a statement of a class gives a value to."""
+    """Returns the name to which a statement of a class assigns."""
     target = getattr(statement, "target", None) or getattr(statement, "targets", [None])[0]
     return target.id if isinstance(target, ast.Name) else ""
 
 
 def _inherited(classes: dict[str, ast.ClassDef], name: str) -> list[ast.stmt]:
-    """The statements in a class, those of what it inherits first."""
+    """Returns the statements of a class, those of its bases first."""
     if name not in classes:
         return []
     node = classes[name]
@@ -153,7 +153,7 @@ def _inherited(classes: dict[str, ast.ClassDef], name: str) -> list[ast.stmt]:
 
 
 def _literal(node: ast.expr | None) -> Any:
-    """The value of an expression; None where it is no literal, nor the default of a check."""
+    """Returns the value of a literal, or of a call's literal `default`; None for anything else."""
     if isinstance(node, ast.Call):
         node = next((word.value for word in node.keywords if word.arg == "default"), None)
     if node is None:

@@ -1,7 +1,7 @@
 """Facts about types of models that their configurations do not say: one row a type.
 
-A row is only for what cannot be read from a configuration. `tests/hf/test_planner.py` holds what
-can be asked of transformers' classes against them.
+A row has only what cannot be read from a configuration. `tests/hf/test_planner.py` compares rows
+with transformers' classes, as far as these tell.
 """
 
 from __future__ import annotations
@@ -41,43 +41,43 @@ Rule = Literal[
 
 @dataclass(frozen=True)
 class Facts:
-    """A row.
+    """The facts of one type of model.
 
     Attributes:
-        refused: why pages cannot serve it, where no configuration tells that.
+        refused: why pages cannot serve it, if no configuration tells that.
         encoder: it is not causal unless its configuration says `is_decoder`.
         both_ways: it reads its prompt both ways unless its configuration says otherwise.
-        states: of which form its recurrent states are; none that is known.
-        stepwise: several tokens behind a state lose it.
-        shares_block: layers share a block, whose heads are twice as wide.
-        latent: it gives a cache its latents (MLA) and expands them behind it. Others give it
-            expanded K and V.
+        states: the form of its recurrent states; None if it has none, or an unknown form.
+        stepwise: it loses a state if several tokens are computed behind it at once.
+        shares_block: its layers share a block, whose heads are twice as wide.
+        latent: it gives its cache latents (MLA), and expands them after the cache. Other types
+            give their cache expanded K and V.
         indexer: each of its layers with K and V keeps index keys beside them, by which it chooses
             the tokens that a query reads: one by one; in blocks, whose keys are averaged before
             they are rotated; in blocks that each KV head chooses for itself; or in pools, whose
-            keys are averaged by a gate that is kept beside each.
-        written: its layers write attention out, calling no function for it.
-        masks: each of its layers keeps a mask of all its positions, a byte for two of them.
+            keys are averaged by a gate that is kept beside each key.
+        written: its layers write attention out, instead of calling a function for it.
+        masks: each of its layers keeps a mask of all pairs of positions, a byte a pair.
         sinks: `s_aux` is one more score per head, without a value, in otherwise plain attention.
-            Others that pass one select or compress their keys behind the cache, extend the mask, or
-            are not causal. The torch backend computes such scores explicitly.
-        twice_in_windows: layers with a window have twice the KV heads of its configuration.
-        layers: the rule by which layers attend, where a file does not list them; `listed` where
-            there is none, so that a file has to.
+            Other types that pass one select or compress their keys after the cache, extend the
+            mask, or are not causal. The torch backend computes such scores explicitly.
+        twice_in_windows: layers with a window have twice the KV heads that its configuration says.
+        layers: the rule for the kinds of layers, if a file does not list them; `listed` if there
+            is no rule, so that a file has to list them.
         attends_twice: each of its layers attends twice, as two layers of a cache.
-        head_dim, window: where a file does not say them.
-        full_head_dim: of layers without a window, where a file does not say it.
-        every: every so many-th layer has no window, where a file does not list them; by its rule
-            the last or the first of so many, counted from the end, or the model's own first or last
-            as well.
-        chooses_every: after the second, every so many-th layer chooses tokens, and those between
-            share what it chose, where a file does not say otherwise; 0 where none share.
-        unrotated: every so many-th layer has no positions, where a file does not list them.
-        at_once: channels a token has at once behind attention, in multiples of the inner width,
-            where that is more than gate, up and product: one matrix for gate and up, whose output
-            stays; clamps and biases.
-        experts_with_layer: its class is not called with the routing, or checkpoints have experts
-            transposed or under other names, so that they come with their layer.
+        head_dim, window: their values if a file does not say them.
+        full_head_dim: the head dim of layers without a window, if a file does not say it.
+        every: one layer of so many has no window, if a file does not list them; which one, the
+            rule says: the last or the first, perhaps counted from the end, and perhaps the model's
+            first or last layer as well.
+        chooses_every: after the second, one layer of so many chooses tokens, and the layers between
+            share its choice, if a file does not say otherwise; 0 if none share.
+        unrotated: one layer of so many has no positions, if a file does not list them.
+        at_once: channels a token has at once behind attention, in multiples of the inner width, if
+            these are more than gate, up and product: because one matrix makes gate and up, whose
+            output stays, or because of clamps and biases.
+        experts_with_layer: experts are read with their layer, because its class is not called with
+            the routing, or checkpoints have experts transposed or under other names.
         text_alone: transformers opens its checkpoints without their tower unless images are asked
             for.
     """
@@ -235,10 +235,10 @@ _NONE = Facts()
 
 
 def facts_of(kind: object) -> Facts:
-    """The row of a type, by the name that its configuration has; an empty one where it has none."""
+    """Returns the facts of a type, by the name in its configuration; empty ones if it has none."""
     return FACTS.get(str(kind), _NONE)
 
 
 def types_with(name: str) -> list[str]:
-    """The types whose row says something by this name, sorted."""
+    """Returns the types for which the fact of this name is set, sorted."""
     return sorted(kind for kind, facts in FACTS.items() if getattr(facts, name))

@@ -1,4 +1,4 @@
-"""Layer groups and state layers: what a cache is told of a model's layers."""
+"""Layer groups and state layers: the form in which a cache is told of a model's layers."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ class LayerGroup:
     Attributes:
         layers: layer indices, ascending.
         window: tokens a query sees including itself, or None for all.
-        num_kv_heads: KV heads per layer (G); 0 for those of the `CacheConfig`.
-        head_dim: elements of K per head; 0 for those of the `CacheConfig`.
+        num_kv_heads: KV heads per layer (G); 0 for the number in the `CacheConfig`.
+        head_dim: elements of K per head; 0 for the number in the `CacheConfig`.
         v_head_dim: elements of V per head; 0 for as many as K's.
         v_is_k: V is the first `v_head_dim` elements of K, as in latent attention (MLA): pages keep
             K alone.
-        chunked: the window begins anew at every multiple of it (chunked attention, Llama 4); the
-            window is a multiple of the page size then.
+        chunked: the window begins anew at every multiple of it (chunked attention, Llama 4); then
+            the window is a multiple of the page size.
     """
 
     layers: tuple[int, ...]
@@ -57,14 +57,14 @@ class StateLayer:
 def paged_layers(
     kinds: Sequence[LayerKind], shapes: Sequence[KVShape], alone: bool = False
 ) -> dict[str, Any]:
-    """Fields of a `CacheConfig`: how many layers have K and V, their shape and their groups.
+    """Makes fields of a `CacheConfig`: how many layers have K and V, their shape and their groups.
 
-    Groups are of layers with the same window and shape, those without a window first. Index keys
-    are layers of their own, behind all others.
+    A group has layers with the same window and shape; groups without a window come first. Index
+    keys are layers of their own, behind all others.
 
     Args:
-        shapes: as `kv_shapes` says them; what differs from the first one's is said by a group.
-        alone: layers without a window are a group each, so that each evicts pages of its own.
+        shapes: from `kv_shapes`; a group says only what differs from the first shape.
+        alone: each layer without a window is a group, so that it evicts pages of its own.
     """
     sights = [(kind.window, kind.chunked) for kind in kinds if kind.attention is not None]
     sights += [(None, False)] * len(index_layers(kinds))

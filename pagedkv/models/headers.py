@@ -1,4 +1,4 @@
-"""The weights of a model by the headers of its checkpoint."""
+"""Finds the weights of a model from the headers of its checkpoint."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ STORED = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 EMBEDDING = re.compile(
     r"(embed_tokens|wte|word_embeddings|embed_in|tok_embeddings|backbone\.embeddings)\."
 )
-# Tables of n-grams, in pieces or not, and of embeddings for each layer; see `skeleton.tables_of`.
+# Tables of n-grams, whole or in pieces, and of embeddings for each layer; see `skeleton.tables_of`.
 TABLE = re.compile(r".*(embed_tokens_per_layer|ngram_embedding)(?=\.)")
 HEAD = re.compile(r"(^|\.)(lm_head|embed_out|output)\.")
 INDEXED = re.compile(r"(.*?)\.?\b(\d+)\.(.*)")
-# Words in the names of what sees or hears, and of what joins that to the decoder.
+# Words in the names of parts that see or hear, and of parts that join these to the decoder.
 TOWER = re.compile(
     r"(^|[._])(vision|visual|image|vit|vq|vqmodel|siglip|audio|sam|aligner|connector|projectors?|"
     r"projection|merger|resampler|adapter|qformer|query|multi_modal|multimodal|mm)([._]|$)"
 )
-# Not what every token takes.
+# Experts that tokens are routed to, without parts that every token takes.
 EXPERTS = re.compile(r"(^|\.)experts\.(?!e_score|post_expert_norm)")
 SHARED = re.compile(r"\d\.shared_transf")  # blocks of zamba, in the layer that has one first
 BLOCKS, SCALES = "_blocks", "_scales"  # how names of tensors in mxfp4 end
-# What lies beside packed weights.
+# Ends of the names of tensors that lie beside packed weights.
 BESIDE = re.compile(r"(scales?|zeros|zero_point|absmax|g_idx|scale_inv)$")
-UNUSED = re.compile(r"^mtp\.")  # predicts several tokens; transformers leaves it out
+UNUSED = re.compile(r"^mtp\.")  # this part predicts several tokens; transformers leaves it out
 
 
 def weights_in(
@@ -43,12 +43,12 @@ def weights_in(
     bits: float,
     sharing: Sequence[Sequence[int]] = (),
 ) -> list[tuple[Weight, TensorRange]]:
-    """The weights of a checkpoint, and where they lie.
+    """Returns the weights of a checkpoint, and where they lie.
 
     Args:
-        count: layers of the decoder.
-        experts: those of a layer, if it has some.
-        bits: of a weight that is packed.
+        count: the number of layers of the decoder.
+        experts: the number of experts of a layer, if it has some.
+        bits: bits of a packed weight.
         sharing: for each block that layers share, these layers.
     """
     lists: dict[str, dict[int, int]] = defaultdict(lambda: defaultdict(int))
@@ -114,7 +114,7 @@ def _embeddings(checkpoint: Checkpoint) -> dict[str, TensorRange]:
 
 
 def _tables(checkpoint: Checkpoint) -> set[str]:
-    """The names of tables that are larger than the embedding of ids."""
+    """Returns the names of tables that are larger than the embedding of ids."""
     sizes: dict[str, int] = defaultdict(int)
     embedding = 0
     for tensor in checkpoint.tensors.values():
@@ -126,7 +126,7 @@ def _tables(checkpoint: Checkpoint) -> set[str]:
 
 
 def _unpacked(tensor: TensorRange, bits: float) -> tuple[int, ...]:
-    """The shape of what a tensor holds; of packed weights such with as many elements."""
+    """Returns the shape of the weight that a tensor holds; for a packed one, of equal size."""
     if BESIDE.search(tensor.name):
         return (prod(tensor.shape),)
     if tensor.dtype in STORED or len(tensor.shape) < 2:
@@ -135,19 +135,19 @@ def _unpacked(tensor: TensorRange, bits: float) -> tuple[int, ...]:
 
 
 def _is_of_experts(tensor: TensorRange, name: str, experts: int | None) -> bool:
-    """Whether a tensor of a layer has experts, one or all, of those that tokens are routed to."""
+    """Whether a tensor of a layer belongs to experts, one or all, that tokens are routed to."""
     stacked = len(tensor.shape) == 3 and tensor.shape[0] == experts and min(tensor.shape) > 1
     return bool(experts) and (stacked or bool(EXPERTS.search(name)))
 
 
 def loaded(tensor: TensorRange, dtype: str | None) -> int:
-    """Bytes of a tensor in memory.
+    """Returns the bytes of a tensor in memory.
 
     Args:
-        dtype: what weights are cast or unpacked to, if they are.
+        dtype: the dtype that weights are cast or unpacked to; None if they stay as they are.
     """
     if dtype is not None and tensor.dtype == "U8" and tensor.name.endswith((BLOCKS, SCALES)):
-        # Some versions of transformers unpack to bfloat16, whatever the dtype: then it is less.
+        # Some versions of transformers unpack to bfloat16, whatever the dtype; that takes no more.
         return 2 * tensor.nbytes * DTYPE_BYTES[dtype] if tensor.name.endswith(BLOCKS) else 0
     if dtype is None or tensor.dtype not in STORED:
         return tensor.nbytes

@@ -13,7 +13,7 @@ from .seen import seen_of
 
 Keeps = Literal["attention", "state", "both", "none"]
 
-# By the names of transformers' configurations, and by older ones that files still have.
+# By the names in transformers' configurations, and by older names that files still have.
 KEEPS: dict[str, Keeps] = {
     "full_attention": "attention", "sliding_attention": "attention", "attention": "attention",
     "chunked_attention": "attention", "indexed_attention": "attention",
@@ -23,7 +23,7 @@ KEEPS: dict[str, Keeps] = {
 }  # fmt: skip
 WINDOWED = {"sliding_attention", "hybrid_sliding"}
 CHUNKED = "chunked_attention"
-# Of layers that choose the tokens they read, by an indexer that the facts of their type name.
+# Layers that choose the tokens they read, by an indexer that the facts of their type name.
 INDEXED = {"indexed_attention", "qwen_sparse_attention", "minimax_m3_sparse"}
 
 
@@ -53,9 +53,9 @@ class LayerKind(NamedTuple):
         attention: its index among the layers with K and V; None if it has none.
         state: its index among the layers with a state; None if it has none.
         chunked: the window begins anew at every multiple of it.
-        indexer: the layer of the cache that has the index keys by which its tokens are chosen,
-            behind all with K and V; None if it reads all. Layers may share one.
-        source: the layer of the cache to whose K and V it attends, where it has none of its own.
+        indexer: the layer of the cache that has the index keys by which its tokens are chosen;
+            None if it reads all. Such layers stand behind all with K and V, and may be shared.
+        source: the layer of the cache to whose K and V it attends, if it has none of its own.
     """
 
     keeps: Keeps
@@ -76,7 +76,7 @@ def layer_kinds(text: Any) -> list[LayerKind]:
         text: a decoder's configuration, with the attributes of transformers' configurations.
 
     Raises:
-        ValueError: a layer is of another kind.
+        ValueError: a layer is of a kind that keeps no pages.
     """
     if (seen := seen_of(text)) is not None:
         return list(seen.kinds)
@@ -108,7 +108,7 @@ def layer_kinds(text: Any) -> list[LayerKind]:
     if facts_of(kind).indexer is None:
         return found
     own = [name == "full" for name in field_of(text, "indexer_types") or ["full"] * len(found)]
-    choosing = INDEXED.intersection(names) or {*names}  # old files call them as all others
+    choosing = INDEXED.intersection(names) or {*names}  # old files give them no name of their own
     last = attentions - 1
     for i, layer in enumerate(found):
         attends = layer.attention is not None or layer.source is not None
@@ -119,18 +119,18 @@ def layer_kinds(text: Any) -> list[LayerKind]:
 
 
 def index_layers(kinds: Iterable[LayerKind]) -> list[int]:
-    """The layers of a cache that have index keys, ascending."""
+    """Returns the layers of a cache that have index keys, ascending."""
     return sorted({kind.indexer for kind in kinds if kind.indexer is not None})
 
 
 def strange_kinds(names: Iterable[str], kind: object) -> list[str]:
-    """Returns which of these kinds of layers keep what no pages do in a type of model, sorted."""
+    """Returns the kinds of layers, sorted, that pages do not serve in a type of model."""
     served = KEEPS.keys() if facts_of(kind).indexer else KEEPS.keys() - INDEXED
     return sorted(set(names) - served)
 
 
 def window_of(text: Any, name: str) -> int | None:
-    """The window of a decoder's layers of a kind; None where they see all."""
+    """Returns the window of a decoder's layers of a kind; None if they see all tokens."""
     if name == CHUNKED:
         chunk: int | None = field_of(text, "attention_chunk_size")
         return chunk
@@ -151,21 +151,21 @@ def _names(text: Any) -> list[str]:
 
 
 def shared_layers(text: Any) -> int:
-    """How many of a decoder's last layers have no K and V but those of another layer."""
+    """Counts a decoder's last layers that have no K and V and attend to another layer's."""
     return field_of(text, "num_kv_shared_layers") or 0
 
 
 def attending_again(text: Any) -> int:
-    """How many of a decoder's layers attend to the K and V of another layer."""
+    """Counts a decoder's layers that attend to the K and V of another layer."""
     return shared_layers(text) + sum(kind.source is not None for kind in layer_kinds(text))
 
 
 def field_of(config: Any, name: str) -> Any:
-    """A field of a model's configuration, None where it has no such field.
+    """Returns a field of a model's configuration, None if it has no such field.
 
     Raises:
-        UnsupportedModelError: its value differs from layer to layer: reading it from such a
-            configuration of transformers raises errors of several kinds.
+        UnsupportedModelError: its value differs from layer to layer: then transformers'
+            configurations raise errors of several kinds when it is read.
     """
     try:
         return getattr(config, name, None)

@@ -1,6 +1,6 @@
-"""The kind of each layer of a decoder, by what a file says or by the rule of its type.
+"""Finds the kind of each layer of a decoder, from a file or by the rule of its type.
 
-A file may list layers by older names or by a pattern. Where it says nothing, the class of its type
+A file may list layers by older names or by a pattern. If it says nothing, the class of its type
 makes the list, by a rule that `facts.py` names.
 """
 
@@ -19,7 +19,7 @@ LETTERS = {"M": "linear_attention", "E": "moe", "*": "full_attention", "-": "mlp
 
 
 def layer_names(found: Mapping[str, Any]) -> list[str] | None:
-    """The kind of each layer by its newer name; None for a model whose layers all attend.
+    """Returns the kind of each layer by its newer name; None for a model whose layers all attend.
 
     Args:
         found: a decoder's configuration.
@@ -27,7 +27,7 @@ def layer_names(found: Mapping[str, Any]) -> list[str] | None:
     listed = found.get("layer_types") or found.get("layers_block_type") or reaches(found)
     count = found.get("num_hidden_layers")
     if listed is not None:
-        more = found.get("num_nextn_predict_layers") or 0  # some files list those behind the others
+        more = found.get("num_nextn_predict_layers") or 0  # some files list them, too
         listed = listed[:count] if more and len(listed) == (count or 0) + more else listed
         newer = {**NEWER, "full_attention": "indexed_attention"} if chooses(found) else NEWER
         return [newer.get(name, name) for name in listed]
@@ -90,19 +90,19 @@ def reaches(found: Mapping[str, Any]) -> list[str] | None:
 
 
 def chooses(found: Mapping[str, Any]) -> bool:
-    """Whether layers that see all tokens choose among them, where others have windows."""
+    """Whether layers without a window choose among all tokens, while others have windows."""
     slides = facts_of(found.get("model_type")).layers == "second of four"
     return slides and found.get("use_dsa") is not False
 
 
 def add_windows(found: dict[str, Any]) -> None:
-    """Says which layers slide, where the configuration leaves that to the model's class."""
+    """Adds which layers slide, if the configuration leaves that to the model's class."""
     facts = facts_of(found.get("model_type"))
     window = found.setdefault("sliding_window", facts.window or None)
-    if window is None and facts.layers == "second of four":  # whose class takes null for the usual
+    if window is None and facts.layers == "second of four":  # its class reads null as the default
         found["sliding_window"] = window = facts.window
     before = found.get("sliding_window_size") if facts.twice_in_windows else None
-    if before is not None:  # without the query's own token
+    if before is not None:  # it does not count the query's own token
         found["sliding_window"] = window = before + 1
     if window is None and (around := found.get("local_attention")):  # of modernbert-decoder
         found["sliding_window"] = window = around // 2
@@ -129,7 +129,7 @@ def add_windows(found: dict[str, Any]) -> None:
 
 
 def add_choices(found: dict[str, Any]) -> None:
-    """Says which layers choose tokens themselves, where layers may share what one chose."""
+    """Adds which layers choose tokens themselves, in types whose layers may share a choice."""
     every = facts_of(found.get("model_type")).chooses_every
     if not every or found.get("indexer_types") is not None:
         return
@@ -145,7 +145,7 @@ def add_choices(found: dict[str, Any]) -> None:
 
 
 def rotated(found: Mapping[str, Any]) -> list[int] | None:
-    """For each layer whether it has positions; None for a type all of whose layers have them."""
+    """Returns for each layer whether it has positions; None for a type where all layers do."""
     told: list[int] | None = found.get("no_rope_layers") or None
     every = found.get("no_rope_layer_interval") or facts_of(found.get("model_type")).unrotated
     if told is not None or not every:

@@ -1,4 +1,4 @@
-"""`Model`: what its configuration and files say of a model, and what its class makes of that."""
+"""`Model`: a model by its configuration and files, and by what its class makes of them."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from .packing import method_of
 from .shapes import kv_shapes
 from .weights import Weight
 
-# What a decoder has to say of itself where its type is not known: what is left out is guessed.
+# A decoder of unknown type has to say these of itself; other sizes are guessed.
 SAID = "num_key_value_heads", "intermediate_size", "num_attention_heads", "hidden_size"
 LIKE_A_LLAMA = (*SAID, "num_hidden_layers", "head_dim", "vocab_size", "max_position_embeddings")
-MOST_MADE = 8  # skeletons that are kept
+MOST_MADE = 8  # most skeletons that are kept
 
 
 class Skeleton(NamedTuple):
     """A model without weights, and what was assumed to build it.
 
     Attributes:
-        weights: of the model, each once.
-        is_planned: whether its class has a plan by which processes share it out.
-        shares_heads: whether each of them then computes a part of the heads.
-        assumed: sentences for people.
+        weights: the model's weights, each once.
+        is_planned: whether its class has a plan by which processes share out the model.
+        shares_heads: whether each process then computes a part of the heads.
+        assumed: sentences for people on what was assumed.
     """
 
     weights: list[Weight]
@@ -46,12 +46,12 @@ _MADE: dict[str, Skeleton] = {}
 
 
 class Model:
-    """A model by its configuration, with its files where there are some.
+    """A model by its configuration, and by its files if there are some.
 
     Attributes:
-        name: for people.
-        fields: of the configuration.
-        images: of the class that takes images, also where another one takes text alone.
+        name: a name for people.
+        fields: the fields of its configuration.
+        images: whether to take its class for images even if it has another for text alone.
         checkpoint: its files; None for a configuration alone.
     """
 
@@ -69,18 +69,18 @@ class Model:
 
     @classmethod
     def of(cls, model: Any, images: bool = False) -> Model:
-        """Reads what a model is from any of the things that stand for it.
+        """Makes a `Model` from any object that stands for a model.
 
         Args:
             model: a configuration (dict or object), a folder, an id on the hub, an open checkpoint,
-                or a model in memory. Of a configuration alone its class fills in what it leaves
+                or a model in memory. The class of a configuration alone fills in what it leaves
                 out.
 
         Raises:
             UnsupportedModelError: pages cannot serve it.
-            CheckpointError: the folder is not what it has to be.
-            ValueError: the configuration lacks what counts, or transformers does not take it.
-            ImportError: transformers is not installed, and there is a configuration alone.
+            CheckpointError: the folder is no valid checkpoint.
+            ValueError: the configuration lacks a size that is needed, or transformers refuses it.
+            ImportError: there is a configuration alone, and transformers is not installed.
         """
         name = ""
         if isinstance(model, str | Path):
@@ -88,7 +88,7 @@ class Model:
         if isinstance(model, Checkpoint):
             return cls(name or short_name(model.folder), model.config, images, model)
         dtype = None
-        if hasattr(model, "config") and not isinstance(model, type):  # in memory, perhaps cast
+        if hasattr(model, "config") and not isinstance(model, type):  # in memory, so it may be cast
             dtype, model = getattr(model, "dtype", None), model.config
         fields = model if isinstance(model, Mapping) else attributes(model)
         require_sizes(fields)
@@ -106,9 +106,9 @@ class Model:
         try:
             whole = configuration(fields, model)
         except ValueError:
-            settings_of(dict(fields))  # which says the same in words of ours
+            settings_of(dict(fields))  # raises the same in our words
             raise
-        if leaves_out_sizes(fields):  # for which a class has its own
+        if leaves_out_sizes(fields):  # its class would fill in its own sizes
             settings_of(dict(fields))
         said = whole.to_dict()
         made = cls(name, said if dtype is None else with_dtype(said, str(dtype)), images)
@@ -119,11 +119,11 @@ class Model:
     def settings(self) -> SimpleNamespace:
         """Its decoder's configuration by one set of names.
 
-        With the `kinds` of its layers and the `shapes` of their K and V.
+        It includes the `kinds` of its layers and the `shapes` of their K and V.
 
         Raises:
             UnsupportedModelError: pages cannot serve it.
-            ValueError: the configuration lacks what counts.
+            ValueError: the configuration lacks a size that is needed.
         """
         c = settings_of(dict(self.fields))
         if self.images and not self.takes_images:
@@ -146,12 +146,12 @@ class Model:
 
     @property
     def method(self) -> str:
-        """By which method its checkpoint is quantised; empty if by none."""
+        """The method by which its checkpoint is quantised; empty if by none."""
         return method_of(self.fields)
 
     @property
     def is_known(self) -> bool:
-        """Whether the installed transformers has its type, or that of its decoder."""
+        """Whether the installed transformers has its type, or its decoder's type."""
         return is_known(self.settings.model_type) or is_known(self.kind)
 
     @property
@@ -166,7 +166,7 @@ class Model:
 
     @cached_property
     def config(self) -> Any:
-        """The configuration of transformers; None for a type it does not know."""
+        """Its configuration as transformers' class; None for a type that transformers lacks."""
         from .skeleton import configuration
 
         return configuration(self.fields)
@@ -176,10 +176,10 @@ class Model:
         """The model without weights.
 
         Raises:
-            UnsupportedModelError: it cannot be built, nor its decoder alone.
+            UnsupportedModelError: neither it nor its decoder alone can be built.
         """
         key = repr((self.fields, self.images))
-        if (found := _MADE.get(key)) is not None:  # a search for a budget plans a model often
+        if (found := _MADE.get(key)) is not None:  # a search plans one model often
             return found
         from .skeleton import shares_heads, weights_of
 
@@ -192,7 +192,7 @@ class Model:
         return made
 
     def _empty(self) -> tuple[Any, ...]:
-        """The model of transformers' class, or of what comes nearest to it, and what that is."""
+        """Makes the model by transformers' class, or the nearest one, with a sentence on this."""
         from .skeleton import configuration, empty_model
 
         if self.config is not None:
@@ -221,6 +221,6 @@ class Model:
 def is_known(kind: object) -> bool:
     """Whether the installed transformers has a type, without importing it.
 
-    Without one nobody can tell, and so it is not denied.
+    It is true without transformers, because then nobody can tell.
     """
     return models_folder() is None or bool(named_with(str(kind)))

@@ -1,7 +1,7 @@
-"""A decoder's configuration by one set of names, from any author.
+"""Reads a decoder's configuration by one set of names, whoever wrote it.
 
-Files leave much to the classes of transformers, whose source `defaults.py` reads: a plan of a
-checkpoint waits for no transformers. What a type implies beyond that stands in `facts.py`.
+Files leave much to the classes of transformers. `defaults.py` reads the source of these, so that a
+plan of a checkpoint need not import transformers. `facts.py` has what a type implies beyond that.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ ALIASES = {
     ),
     "dtype": ("torch_dtype",),
 }
-# What every decoder says of itself.
+# Sizes that every decoder's configuration says.
 SIZES = "hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size"
-INNER = "text_config", "decoder"  # where a configuration has that of its decoder
-# Sizes that stand in parts of a decoder's configuration, and their names outside.
+INNER = "text_config", "decoder"  # fields in which a configuration has its decoder's
+# Sizes that stand in parts of a decoder's configuration, and their names outside of these.
 NESTS = {
     "attn_config": {"kv_n_heads": "kv_n_heads"},
     "ffn_config": {name: name for name in ("ffn_hidden_size", "moe_num_experts", "moe_top_k")},
@@ -65,7 +65,7 @@ NESTS = {
         "sparse_local_block": "index_local_blocks",
     },
 }
-# What may be said of each layer apart; a pass takes as much as its widest layer.
+# Sizes that may be lists, one for each layer; a pass takes as much as its widest layer.
 WIDEST = "intermediate_size", "moe_intermediate_size", "experts_per_token"
 INTEGERS = (
     "num_key_value_heads",
@@ -84,11 +84,11 @@ INTEGERS = (
 
 
 def settings_of(config: dict[str, Any]) -> SimpleNamespace:
-    """A configuration's decoder, by one set of names and with what its type implies.
+    """Returns the decoder's configuration, by one set of names and with what its type implies.
 
     Raises:
         UnsupportedModelError: `PagedCache` refuses it, as far as a configuration tells.
-        ValueError: a size is missing, or is none.
+        ValueError: a size is missing or invalid.
     """
     inner = inner_of(config)
     if inner:
@@ -147,14 +147,14 @@ def settings_of(config: dict[str, Any]) -> SimpleNamespace:
 
 
 def _each_layer(found: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Returns the fields that are said of some layers alone."""
+    """Returns the fields that hold for some layers alone."""
     layers = found.get("per_layer_config") or {}
     each = layers.values() if isinstance(layers, Mapping) else layers
     return [x if isinstance(x, Mapping) else vars(x) for x in each]
 
 
 def _completed(text: dict[str, Any]) -> dict[str, Any]:
-    """A decoder's configuration with what its class has where a file says nothing."""
+    """Completes a decoder's configuration with its class's values where a file says nothing."""
     found = defaults_of(str(text.get("model_type") or ""))
     given = {
         found.older.get(name, name): value for name, value in text.items() if value is not None
@@ -168,40 +168,40 @@ def _completed(text: dict[str, Any]) -> dict[str, Any]:
 
 
 def _groups() -> list[tuple[str, ...]]:
-    """Names that stand for the same thing, together."""
+    """Groups names that stand for the same thing."""
     return [(name, *others) for name, others in ALIASES.items()]
 
 
 def leaves_out_sizes(config: Mapping[str, Any]) -> bool:
-    """Whether a configuration says nothing of something that every decoder says."""
+    """Whether a configuration lacks a size that every decoder's configuration says."""
     found = {**config, **inner_of(config)}
     names = ((name, *ALIASES.get(name, ())) for name in SIZES)
     return any(all(found.get(other) is None for other in each) for each in names)
 
 
 def inner_of(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The configuration of the decoder inside that of a model; empty where they are one."""
+    """Returns the decoder's configuration inside a model's; empty if both are one."""
     inner: Any = next((config[k] for k in INNER if config.get(k)), {})
     return dict(inner) if isinstance(inner, Mapping) else attributes(inner)
 
 
 def with_dtype(config: Mapping[str, Any], dtype: str) -> dict[str, Any]:
-    """A configuration whose model, and the decoder inside it, computes in a dtype."""
+    """Returns a configuration by which a model, and the decoder in it, computes in a dtype."""
     inner = {k: {**config[k], "dtype": dtype} for k in INNER if isinstance(config.get(k), Mapping)}
     return {**config, **inner, "dtype": dtype}
 
 
 def _add_shapes(found: dict[str, Any], kind: str) -> None:
-    """Says of which shape K and V are, where a file says it otherwise than transformers does."""
+    """Adds the shape of K and V, for types whose files say it differently from transformers."""
     if facts_of(kind).attends_twice and (layers := found.get("num_layers")):
         found["num_hidden_layers"] = layers
         found["layer_types"] = ["full_attention"] * 2 * layers
     if found.get("kv_lora_rank"):
-        if found.get("v_head_dim") is None:  # of minicpm3
+        if found.get("v_head_dim") is None:  # as in minicpm3
             found["v_head_dim"] = found["hidden_size"] // found["num_attention_heads"]
         dims = "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"
         parts: list[Any] = [found.get(name) for name in dims]
-        least = dict.fromkeys(dims, 1) | {"qk_rope_head_dim": 0}  # layers without positions
+        least = dict.fromkeys(dims, 1) | {"qk_rope_head_dim": 0}  # 0 for layers without positions
         if not all(type(part) is int and part >= least[name] for name, part in zip(dims, parts)):
             raise ValueError(
                 f"model: expected {', '.join(dims)} beside kv_lora_rank in its config, got {parts}"
@@ -247,7 +247,7 @@ def _add_sizes(found: dict[str, Any], facts: Facts) -> None:
 
 
 def dtype_name(parameter: str, value: Any, known: Mapping[str, Any]) -> str:
-    """A dtype by its full name."""
+    """Returns the full name of a dtype."""
     name = SHORT.get(str(value).removeprefix("torch."), str(value).removeprefix("torch."))
     if name not in known:
         raise ValueError(f"{parameter}: expected one of {', '.join(known)}, got {value!r}")
@@ -255,8 +255,8 @@ def dtype_name(parameter: str, value: Any, known: Mapping[str, Any]) -> str:
 
 
 def attributes(config: Any) -> dict[str, Any]:
-    """An object's fields; of a `PretrainedConfig` those of its decoder."""
-    is_class = isinstance(config, type)  # which has the methods, and no fields
+    """Returns an object's fields as a dict."""
+    is_class = isinstance(config, type)  # a class has the methods, but no fields
     if hasattr(config, "to_dict") and not is_class:
         return dict(config.to_dict())
     if hasattr(config, "__dict__") and not is_class:

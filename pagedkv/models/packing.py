@@ -1,4 +1,4 @@
-"""How many bits a weight takes in a quantised checkpoint, by transformers' own methods."""
+"""Counts the bits that a weight takes in a quantised checkpoint, by transformers' own methods."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from typing import Any
 from .names import attributes
 from .weights import Weight
 
-# Names under which methods list modules that stay as they are.
+# Fields in which methods list modules that stay as they are.
 LEFT = (
     "modules_to_not_convert", "ignore", "llm_int8_skip_modules", "skip_modules",
     "linear_weights_not_to_quantize", "exclude",
 )  # fmt: skip
-SCALE = 16  # bits of a scale, and of what is added to it, where a method says nothing else
+SCALE = 16  # bits of a scale, and of a zero beside it, if a method says nothing else
 Fields = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
 class Group:
-    """Modules whose weights take as many bits.
+    """Modules whose weights take equally many bits.
 
     Attributes:
-        targets: patterns of their names, or classes of theirs; empty for all.
+        targets: patterns of the modules' names, or names of their classes; empty for all.
     """
 
     bits: float
@@ -36,7 +36,7 @@ class Packing:
     """The weights that a quantised checkpoint packs: of linear maps and of experts in its layers.
 
     Attributes:
-        groups: the first that has a module counts.
+        groups: the first group that has a module counts for it.
         left: patterns of modules that stay as they are.
     """
 
@@ -44,7 +44,7 @@ class Packing:
     left: tuple[str, ...]
 
     def bits(self, weight: Weight) -> float | None:
-        """Bits of an element; None for a weight that stays as it is."""
+        """Returns the bits of an element; None for a weight that stays as it is."""
         names = _names(weight)
         packs = weight.packable and weight.layers and not _any(self.left, names)
         found = (group.bits for group in self.groups if _targets(group.targets, names))
@@ -52,7 +52,7 @@ class Packing:
 
 
 def method_of(config: Any) -> str:
-    """By which method a checkpoint is quantised, by its configuration; empty if by none."""
+    """Returns the method by which a checkpoint is quantised, by its configuration; or empty."""
     method = _quantisation(config).get("quant_method")
     return str(getattr(method, "value", method) or "")
 
@@ -65,10 +65,10 @@ def _quantisation(config: Any) -> Fields:
 
 
 def packing_of(config: Fields) -> Packing | None:
-    """How a checkpoint is packed, by its configuration; None if it is not.
+    """Returns how a checkpoint is packed, by its configuration; None if it is not packed.
 
     Raises:
-        ValueError: it cannot be told.
+        ValueError: the configuration does not tell how.
     """
     method, fields = method_of(config), _quantisation(config)
     if not fields:
@@ -90,7 +90,7 @@ def _with_scales(bits: int, group: int | None, beside: float = SCALE) -> float:
 
 
 def _integers(c: Fields) -> float:
-    """Groups with a scale, and with a zero of as many bits as an element."""
+    """Counts groups with a scale, and with a zero that takes as many bits as an element."""
     width = int(c["bits"])
     return _with_scales(width, c.get("group_size", 128), SCALE + width)
 
@@ -98,7 +98,7 @@ def _integers(c: Fields) -> float:
 def _bitsandbytes(c: Fields) -> float:
     if not (c.get("load_in_4bit") or c.get("_load_in_4bit")):
         return 8.0
-    # A scale of 32 bits for 64 elements; or one of 8, and one of 32 for 256 of these.
+    # A scale of 32 bits for 64 elements; or one of 8 bits, and 32 bits more for 256 such scales.
     return 4 + (8 / 64 + 32 / (64 * 256) if c.get("bnb_4bit_use_double_quant") else 32 / 64)
 
 
@@ -108,7 +108,7 @@ def _hqq(c: Fields) -> float:
 
 
 def _by_name(name: object) -> int:
-    """Bits in the name of a dtype or of a way to quantise, weights' before activations'."""
+    """Reads bits from the name of a dtype or of a method, weights' before activations'."""
     text = str(name).lower()
     found = re.search(r"(?:int|float)(\d+)_?w", text) or re.search(r"(?:int|float)(\d+)", text)
     return int(found[1])  # type: ignore[index]
@@ -163,7 +163,7 @@ WITH_GROUPS = {"compressed-tensors"}
 
 
 def _groups(c: Fields) -> tuple[Group, ...]:
-    """The groups of a method that has several."""
+    """Returns the groups of a method that has several."""
     found = []
     for group in c["config_groups"].values():
         weights, targets = group["weights"], tuple(group.get("targets") or ())
@@ -178,7 +178,7 @@ def _groups(c: Fields) -> tuple[Group, ...]:
 
 
 def _names(weight: Weight) -> list[str]:
-    """Names of the module that has a weight, as checkpoints have it: experts one by one."""
+    """Returns names of the module that has a weight, as checkpoints name it: experts one by one."""
     module, _, key = weight.name.rpartition(".")
     if not weight.is_expert:
         return [module]

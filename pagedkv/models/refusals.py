@@ -1,4 +1,4 @@
-"""Why a model cannot use pages, as far as a configuration tells: for every door and for plans."""
+"""Why a model cannot use pages, as far as its configuration tells; caches and plans ask alike."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ OTHER_STATES = "it keeps a recurrent state beside K and V"
 
 
 def of_attention(text: Any, whole: Any) -> str | None:
-    """Why pages cannot serve a decoder's attention.
+    """Returns why pages cannot serve a decoder's attention; None if they can.
 
     Args:
         text: the decoder's configuration.
-        whole: that of the model whose decoder it is.
+        whole: the configuration of the model that has this decoder.
     """
     if field_of(whole, "is_encoder_decoder"):
         return ENCODER_DECODER
@@ -32,11 +32,11 @@ def of_attention(text: Any, whole: Any) -> str | None:
     return BOTH_WAYS if encodes or field_of(text, "is_causal") is False else None
 
 
-# What only a list knows, or a look at the model.
+# Only a list of types knows these, or trying the model.
 
 
 def of_latents(text: Any) -> str | None:
-    """Why the latents of a decoder are not served."""
+    """Returns why the latents of a decoder are not served; None if they are."""
     known = facts_of(field_of(text, "model_type")).latent or seen_of(text)
     if known or not field_of(text, "kv_lora_rank"):
         return None
@@ -44,7 +44,7 @@ def of_latents(text: Any) -> str | None:
 
 
 def of_sinks(text: Any) -> str | None:
-    """Why the sinks of a decoder are not served."""
+    """Returns why the sinks of a decoder are not served; None if they are."""
     served = types_with("sinks")
     if field_of(text, "model_type") in served or seen_of(text):
         return None
@@ -52,7 +52,7 @@ def of_sinks(text: Any) -> str | None:
 
 
 def of_states(text: Any) -> str | None:
-    """Why the recurrent states of a decoder are not served."""
+    """Returns why the recurrent states of a decoder are not served; None if they are."""
     known = facts_of(field_of(text, "model_type")).states or seen_of(text)
     return None if known else OTHER_STATES
 
@@ -60,10 +60,10 @@ def of_states(text: Any) -> str | None:
 def of_type(found: Mapping[str, Any], outer: Mapping[str, Any], kinds: Sequence[str]) -> str | None:
     """Returns why a model cannot be served, by its configuration alone.
 
-    A model that is there shows more of this by itself, when it is first called.
+    A model in memory is checked further when it is attached and called.
 
     Args:
-        kinds: the kind of each layer, where the configuration tells.
+        kinds: the kind of each layer, if the configuration tells.
     """
     kind, whole = (str(config.get("model_type", "")) for config in (found, outer))
     facts = facts_of(kind)

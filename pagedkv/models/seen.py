@@ -1,4 +1,4 @@
-"""Remembers what trying an unlisted model has shown, by its decoder's configuration."""
+"""Remembers, by its decoder's configuration, what trying an unlisted model has shown."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ class Seen:
     """The contents of transformers' own cache after a forward of a few tokens of a model.
 
     Attributes:
-        kinds, shapes, states: as `layer_kinds`, `kv_shapes` and `state_tensors` say them.
-        dtype: in which the model computed.
-        is_packed: whether packed rows were found right as well.
+        kinds, shapes, states: as `layer_kinds`, `kv_shapes` and `state_tensors` return them.
+        dtype: the dtype in which the model computed.
+        is_packed: whether packed rows were tried and found right as well.
     """
 
     kinds: list[Any]
@@ -24,12 +24,12 @@ class Seen:
     is_packed: bool = False
 
 
-# By identity: configurations have no hash, and a copy counts as a model that was never tried.
+# By identity, because configurations have no hash; so a copy counts as never tried.
 _SEEN: dict[int, tuple[weakref.ref[Any], Seen]] = {}
 
 
 def seen_of(text: Any) -> Seen | None:
-    """Returns what was seen of a decoder's model; None if it was never looked at."""
+    """Returns what was seen of a decoder's model; None if it was never tried."""
     owner, seen = _SEEN.get(id(text), (None, None))
     return seen if owner is not None and owner() is text else None
 
@@ -41,5 +41,5 @@ def remember(text: Any, seen: Seen) -> None:
 
 
 def forget(text: Any) -> None:
-    """Takes back `remember`."""
+    """Undoes `remember`."""
     _SEEN.pop(id(text), None)

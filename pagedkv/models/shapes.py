@@ -22,7 +22,7 @@ class KVShape(NamedTuple):
         num_kv_heads: KV heads (G).
         head_dim: elements of K per head.
         v_head_dim: elements of V per head.
-        v_is_k: V is the first `v_head_dim` elements of K and is not kept a second time.
+        v_is_k: V is the first `v_head_dim` elements of K, and is not kept separately.
     """
 
     num_kv_heads: int
@@ -32,7 +32,7 @@ class KVShape(NamedTuple):
 
     @property
     def elements(self) -> int:
-        """Elements that are kept of one token."""
+        """The number of elements that are kept of one token."""
         return self.num_kv_heads * (self.head_dim + (0 if self.v_is_k else self.v_head_dim))
 
     def __str__(self) -> str:
@@ -43,11 +43,11 @@ class KVShape(NamedTuple):
 
 
 def kv_shapes(text: Any, kinds: Sequence[LayerKind]) -> list[KVShape]:
-    """The shape of K and V in each layer that has them, and behind them of each one's index keys.
+    """Returns the shape of K and V of each layer that has them, then the shapes of index keys.
 
     Args:
         text: a decoder's configuration, with the attributes of transformers' configurations.
-        kinds: of its layers, as `layer_kinds` found them.
+        kinds: the kinds of its layers, as `layer_kinds` found them.
 
     Raises:
         UnsupportedModelError: latents in a form that pages do not keep.
@@ -65,7 +65,7 @@ def kv_shapes(text: Any, kinds: Sequence[LayerKind]) -> list[KVShape]:
             )
         if not all(ranks):
             raise ValueError(f"config: expected kv_lora_rank of every layer, got {ranks}")
-        rotates = field_of(text, "no_rope_layers") or [True] * len(kinds)  # 0 says: it does not
+        rotates = field_of(text, "no_rope_layers") or [True] * len(kinds)  # 0: a layer does not
         rotated = [field_of(x, "qk_rope_head_dim") * bool(r) for x, r in zip(layers, rotates)]
         return [
             KVShape(1, rank + more, rank, v_is_k=True)
@@ -77,7 +77,7 @@ def kv_shapes(text: Any, kinds: Sequence[LayerKind]) -> list[KVShape]:
 
 
 def require_shape(text: Any) -> None:
-    """Raises ValueError where a configuration does not say what a cache is made of."""
+    """Raises ValueError if a configuration lacks a size from which a cache is made."""
     if seen_of(text) is not None:
         return
     names = {
@@ -85,7 +85,7 @@ def require_shape(text: Any) -> None:
         "num_attention_heads": ("num_attention_heads",),
         "head_dim (or hidden_size)": ("head_dim", "hidden_size"),
     }
-    # Heads and dims may be said of each layer apart.
+    # Heads and dims may be said for each layer separately.
     count = field_of(text, "num_hidden_layers")
     first = _layers(text, count)[0] if count else text
     missing = [
@@ -103,18 +103,18 @@ def require_shape(text: Any) -> None:
 def _shape(layer: Any, kind: LayerKind) -> KVShape:
     query_heads = field_of(layer, "num_attention_heads")
     heads = field_of(layer, "num_key_value_heads") or query_heads
-    wide = field_of(layer, "new_decoder_architecture")  # of falcon: a cache gets all heads
+    wide = field_of(layer, "new_decoder_architecture")  # falcon: a cache gets all heads
     if wide is not None:
         heads = 1 if field_of(layer, "multi_query") and not wide else query_heads
     dim = field_of(layer, "head_dim") or field_of(layer, "hidden_size") // query_heads
     if kind.window is not None and facts_of(field_of(layer, "model_type")).twice_in_windows:
         heads *= 2
-    # Of mimo_v2_flash; others say head_dim by it, or nothing.
+    # Only mimo_v2_flash means another width by it; other types say head_dim by it, or nothing.
     return KVShape(heads, dim, field_of(layer, "v_head_dim") or dim)
 
 
 def _index_shape(text: Any) -> KVShape:
-    """The shape of a token's index key; in blocks with its rotation, in pools with its gate."""
+    """Returns the shape of a token's index key; blocks add its rotation, pools its gate."""
     width = field_of(text, "indexer_head_dim") or field_of(text, "index_head_dim")
     form = facts_of(field_of(text, "model_type")).indexer
     if width is None:
@@ -149,11 +149,11 @@ def _within(layer: Any, kind: LayerKind) -> Any:
 
 
 def _layers(text: Any, count: int) -> Sequence[Any]:
-    """The configuration of each layer, where what it says of one holds for that one alone."""
+    """Returns a configuration for each layer, with the fields that hold for that layer alone."""
     each = field_of(text, "per_layer_config")
     if each is None:
         return [text] * count
-    if not isinstance(each, Mapping):  # of transformers
+    if not isinstance(each, Mapping):  # a list made by transformers
         return list(each)[:count]
-    mine = {int(layer): fields for layer, fields in each.items()}  # a file says "05"
+    mine = {int(layer): fields for layer, fields in each.items()}  # a file may say "05"
     return [SimpleNamespace(**{**vars(text), **mine.get(i, {})}) for i in range(count)]

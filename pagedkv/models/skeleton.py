@@ -1,7 +1,7 @@
 """A model without weights, made by transformers' own class on the meta device.
 
-What it weighs, part by part, is what a streamer finds in it: both look for layers, embedding, head
-and experts here, so that a plan cannot disagree with what is streamed.
+A plan and a streamer both find layers, embedding, head and experts by this module, so that a plan
+cannot disagree with what is streamed.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ from pagedkv.errors import LayersNotFound, UnsupportedModelError
 
 from .weights import Part, Weight
 
-MARKS = ("has_gate", "has_bias", "is_transposed")  # by which transformers decorates experts
-# What makes K, alone or beside Q and V; of latents, what makes Q and K of them.
+MARKS = ("has_gate", "has_bias", "is_transposed")  # transformers sets these on experts
+# Projections that make K, alone or beside Q and V, or K and V from latents.
 KEYS = {"k_proj", "qkv_proj", "query_key_value", "kv_b_proj"}
 
 
 def configuration(fields: Mapping[str, Any], made: Any = None) -> Any:
-    """The configuration of transformers for a file's fields; None for a type it does not know.
+    """Makes transformers' configuration from a file's fields; None for a type it does not know.
 
     Args:
-        made: what they are of, which is it if it is of the class that transformers has.
+        made: the object that the fields come from, returned if it is of transformers' class.
 
     Raises:
-        ValueError: its class refuses them.
+        ValueError: the class refuses the fields.
     """
     kind = str(fields.get("model_type"))
     if kind not in CONFIG_MAPPING:
@@ -53,7 +53,7 @@ def configuration(fields: Mapping[str, Any], made: Any = None) -> Any:
         said = {name: value for name, value in fields.items() if value is not None}
     try:
         return cls.from_dict(said)
-    except Exception as error:  # of many kinds: each class checks what it reads
+    except Exception as error:  # each class checks its fields in its own way
         raise ValueError(
             f"model: transformers {transformers.__version__} does not take its configuration of "
             f"{kind} ({error})"
@@ -61,7 +61,7 @@ def configuration(fields: Mapping[str, Any], made: Any = None) -> Any:
 
 
 def _with_floats(value: Any) -> Any:
-    """A value of a file, with the floats that JSON has none of: transformers spells them out."""
+    """Converts a file's value: floats that JSON lacks, such as infinity, are spelt out in it."""
     if isinstance(value, Mapping):
         if value.keys() == {"__float__"}:
             return float(value["__float__"])
@@ -70,10 +70,10 @@ def _with_floats(value: Any) -> Any:
 
 
 def model_class(config: Any, images: bool = False) -> Any:
-    """The class that generates with a configuration.
+    """Returns the class that generates with a configuration.
 
     Args:
-        images: the one that takes images, also where another one takes text alone.
+        images: return the class for images even if there is another for text alone.
 
     Raises:
         UnsupportedModelError: there is none.
@@ -86,14 +86,14 @@ def model_class(config: Any, images: bool = False) -> Any:
         what = "model that takes images" if images else "causal language model"
         raise UnsupportedModelError(f"model: {config.model_type} is no {what} of transformers")
     cls = found[0]
-    if isinstance(cls, tuple):  # several heads for one configuration: it says which
+    if isinstance(cls, tuple):  # several classes for one configuration, which says the right one
         names = getattr(config, "architectures", None) or []
         cls = next((c for c in cls if c.__name__ in names), cls[0])
     return cls
 
 
 def _of_a_part(config: type) -> list[Any]:
-    """Classes that generate with a configuration that is known only as a part of another one."""
+    """Returns classes that generate with a configuration known only as a part of another one."""
     beside = vars(import_module(config.__module__)).values()
     wholes = [one for one in beside if getattr(one, "sub_configs", {}).get("text_config") is config]
     found = [MODEL_FOR_CAUSAL_LM_MAPPING.get(whole, None) for whole in wholes]
@@ -101,7 +101,7 @@ def _of_a_part(config: type) -> list[Any]:
 
 
 def own_config(cls: Any, config: Any) -> Any:
-    """The configuration that a class takes; for a model of several parts that of its decoder."""
+    """Returns the configuration that a class takes: the given one, or its decoder's."""
     if cls.config_class is not config.sub_configs.get("text_config"):
         return config
     text = config.get_text_config()
@@ -111,12 +111,12 @@ def own_config(cls: Any, config: Any) -> Any:
 
 
 def empty_model(config: Any, images: bool = False) -> PreTrainedModel:
-    """The model that generates with a configuration, without memory.
+    """Makes the model that generates with a configuration, without memory for its weights.
 
     Raises:
         UnsupportedModelError: transformers has none, or cannot build it here.
     """
-    heard = MODEL_FOR_MULTIMODAL_LM_MAPPING.get(type(config), None)  # and of sounds
+    heard = MODEL_FOR_MULTIMODAL_LM_MAPPING.get(type(config), None)  # the class that also hears
     try:
         cls = model_class(config, images)
     except UnsupportedModelError:
@@ -127,7 +127,7 @@ def empty_model(config: Any, images: bool = False) -> PreTrainedModel:
     try:
         with torch.device("meta"):
             model: PreTrainedModel = cls(config)
-    except Exception as error:  # of many kinds: a package that is missing, sizes that do not fit
+    except Exception as error:  # a package is missing, sizes do not fit, and the like
         why = " ".join(str(error).split())
         raise UnsupportedModelError(
             f"model: transformers {transformers.__version__} cannot build its "
@@ -139,17 +139,17 @@ def empty_model(config: Any, images: bool = False) -> PreTrainedModel:
 def find_layers(
     model: PreTrainedModel, layers_path: str | None = None
 ) -> tuple[str, nn.ModuleList]:
-    """The list of a model's decoder layers, and its name in the model.
+    """Returns the name of a model's list of decoder layers, and the list.
 
     It is the only list of checkpointing layers that is as long as the configuration says; else the
-    list that the model's pipeline plan names; else the only list of that length. Lists beside the
-    model's decoder, as those of a tower for images, are left out if the decoder has one.
+    list that the model's pipeline plan names; else the only list of that length. Lists outside of
+    the decoder, such as a tower's for images, are left out if the decoder has one of that length.
 
     Args:
         layers_path: the list's name, for a model in which these rules do not find it.
 
     Raises:
-        LayersNotFound: there is none, or there are several.
+        LayersNotFound: there is no such list, or there are several.
     """
     lists = {n: m for n, m in model.named_modules() if isinstance(m, nn.ModuleList) and len(m)}
     if layers_path is not None:
@@ -170,7 +170,7 @@ def find_layers(
     ]
     if len(found) != 1:
         found = [name for name in found or lists if name in _planned(model)] or found
-    if not found:  # older code, whose layers are plain modules
+    if not found:  # in older code layers are plain modules
         found = [name for name, modules in lists.items() if len(modules) == count]
     if len(found) != 1:
         what = f"several: {', '.join(found)}" if found else f"none of {', '.join(lists) or 'no'}"
@@ -182,7 +182,7 @@ def find_layers(
 
 
 def _planned(model: PreTrainedModel) -> set[str]:
-    """Lists that pipeline plans inside the model name."""
+    """Returns the lists that pipeline plans inside the model name."""
     names = set()
     for prefix, module in model.named_modules():
         if isinstance(module, PreTrainedModel):
@@ -192,15 +192,15 @@ def _planned(model: PreTrainedModel) -> set[str]:
 
 
 def experts_in(layer: nn.Module) -> list[nn.Module]:
-    """Modules of a layer that compute experts by an index of tokens, and by rows of tensors."""
+    """Returns modules of a layer that compute experts by token indices and rows of tensors."""
     return [m for m in layer.modules() if all(hasattr(m, mark) for mark in MARKS)]
 
 
 def weights_of(model: PreTrainedModel) -> list[Weight]:
-    """The weights of a model, each once; a head that is the embedding is none of its own.
+    """Returns the weights of a model, each once; a head tied to the embedding does not count.
 
-    A weight that several layers use is the part of none, as it stays while layers stream. Where
-    layers are not in one list, all of them stay. What checkpoints have beside parameters counts.
+    A weight that several layers use belongs to none of them, as it stays while layers stream. If
+    layers are not in one list, all of them stay. Buffers that checkpoints hold count, too.
     """
     try:
         layers: Any = find_layers(model)[1]
@@ -220,7 +220,7 @@ def weights_of(model: PreTrainedModel) -> list[Weight]:
     parts, cut = _ends(model), set()
     parts |= {id(table.weight): "tables" for table in tables_of(model)}
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        style = _style(model, name)  # by rows or by columns; a bias by columns alone
+        style = _style(model, name)  # cut by rows or by columns; a bias only by columns
         if "wise" in style and (parameter.dim() > 1 or "colwise" in style):
             cut.add(id(parameter))
     inside = {id(tensor) for tensor in model.get_decoder().state_dict(keep_vars=True).values()}
@@ -255,14 +255,14 @@ def _kept(model: PreTrainedModel) -> dict[str, torch.Tensor]:
 
 
 def tables_of(model: PreTrainedModel) -> list[nn.Embedding]:
-    """The tables of a decoder that are larger than that of ids: of n-grams, or for each layer.
+    """Returns a decoder's tables that are larger than its embedding: of n-grams, or for each layer.
 
-    A token looks up a few of their rows, which is all that is read where weights stream.
+    A token looks up a few of their rows, and only these are read while weights stream.
     """
     try:
         first = getattr(model.get_input_embeddings(), "weight", None)
         decoder = model.get_decoder()
-    except NotImplementedError:  # of a model with several embeddings
+    except NotImplementedError:  # the model has several embeddings
         return []
     if first is None or decoder is None:
         return []
@@ -280,7 +280,7 @@ def _ends(model: PreTrainedModel) -> dict[int, Part]:
     for part, end in ends:
         try:
             weight = getattr(end(), "weight", None)
-        except NotImplementedError:  # of a model with several embeddings
+        except NotImplementedError:  # the model has several embeddings
             continue
         if isinstance(weight, nn.Parameter):
             found[id(weight)] = part
@@ -288,14 +288,14 @@ def _ends(model: PreTrainedModel) -> dict[int, Part]:
 
 
 def _style(model: PreTrainedModel, name: str) -> str:
-    """How processes share out a parameter, by the plan in the model's class; empty if not."""
+    """Returns how the plan of a model's class shares out a parameter; empty if it does not."""
     plan: dict[str, str] = model.tp_plan or {}
     generic = re.sub(r"(?<=\.)\d+(?=\.)", "*", name)
     return plan.get(generic) or plan.get(generic.rpartition(".")[0]) or ""
 
 
 def shares_heads(model: PreTrainedModel) -> bool:
-    """Whether a process computes a part of the heads, and keeps the K and V of these alone."""
+    """Whether a process computes a part of the heads, and keeps only their K and V."""
     plan: dict[str, str] = model.tp_plan or {}
     return any(
         name.rpartition(".")[2] in KEYS and style in ("colwise", "packed_colwise")

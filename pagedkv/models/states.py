@@ -1,7 +1,7 @@
-"""The tensors of a layer's recurrent state, by the form that a type's facts name.
+"""Lists the tensors of a layer's recurrent state, by the form that a type's facts name.
 
-For each state number of transformers' own cache the convolution's state stands before the recurrent
-one. The sums of delta rules and state spaces are kept in float32 whatever the model computes in.
+For each number of a state in transformers' own cache, the convolution's part stands before the
+recurrent one. Sums of delta rules and state spaces are kept in float32, whatever the model uses.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ Tensors = tuple[tuple[tuple[int, ...], str], ...]  # shape and dtype of each
 
 
 def state_tensors(text: Any, dtype: str) -> tuple[Tensors, ...]:
-    """The tensors of one sequence's state, for each state layer in the model's order.
+    """Returns the tensors of one sequence's state, for each state layer in the model's order.
 
     Args:
         text: a decoder's configuration.
-        dtype: the model computes in.
+        dtype: the dtype in which the model computes.
 
     Raises:
-        UnsupportedModelError: it is of no family whose states are known.
-        ValueError: a size of theirs is missing.
+        UnsupportedModelError: the states of its family are not known.
+        ValueError: a size of the states is missing.
     """
     if (seen := seen_of(text)) is not None:
         return tuple(seen.states)
@@ -65,16 +65,16 @@ def _delta_rule(c: Any, dtype: str) -> Tensors:
 
 
 def end_of(text: Any) -> int:
-    """The id of the end of a text, of which n-grams in front of a text are made."""
+    """Returns the id that ends a text; n-grams at a text's beginning take it for earlier tokens."""
     told = field_of(text, "eos_token_id")
     return int((told[0] if isinstance(told, (list, tuple)) else told) or 0)
 
 
 def _ngrams(c: Any, dtype: str) -> Tensors:
-    """Channels that a layer with embeddings of n-grams still convolves, and its last ids.
+    """Lists the state of a module that embeds n-grams: its convolution's inputs, and its last ids.
 
-    Ids are kept as their distance from that of the end of a text, which stands before a text: zeros
-    are the state of none. Below 2**24 float32 has them exactly.
+    An id is kept as its distance from the id that ends a text. That one also stands before a text,
+    so zeros are the state before the first token. Float32 is exact for ids below 2**24.
     """
     channels, last = c.hc_count * c.hidden_size, (c.ple_conv_kernel_size - 1) * c.ngram_size
     return ((channels, last), dtype), ((c.ngram_size - 1,), "float32")
@@ -98,7 +98,7 @@ def _mamba2(c: Any, dtype: str) -> Tensors:
 
 
 def _first(c: Any, *names: str) -> Any:
-    """The first of these fields that a configuration has: families name the same otherwise."""
+    """Returns the first of these fields that a configuration has: families differ in names."""
     return next((value for name in names if (value := field_of(c, name)) is not None), None)
 
 
@@ -125,7 +125,7 @@ def _four_convolutions(c: Any, dtype: str) -> Tensors:
 
 
 def _convolved_attention(c: Any, dtype: str) -> Tensors:
-    """Q and K that are still convolved, and the half of V that comes one token later."""
+    """Lists Q and K that are still to be convolved, and the half of V that comes a token later."""
     channels = (c.num_attention_heads + c.num_key_value_heads) * c.head_dim
     convolved = (channels, c.cca_time0 + c.cca_time1 - 2), dtype
     return convolved, ((c.num_key_value_heads * c.head_dim // 2,), dtype)

@@ -1,7 +1,7 @@
 """Counts the bytes of a model's weights, and finds the dtype in which it computes.
 
-Headers of files give exact bytes; a configuration alone is counted by the model that transformers
-builds of it without memory. A weight matrix counts at the width it is stored in, so packed
+Headers of files give exact bytes. For a configuration alone, transformers builds the model without
+memory, and its weights are counted. A weight matrix counts at the width it is stored in, so packed
 checkpoints count packed.
 """
 
@@ -18,7 +18,7 @@ from .names import SHORT, dtype_name
 from .packing import packing_of
 from .weights import Weight
 
-# Bits a weight takes; 4-bit formats keep a 16-bit scale for about 32 weights.
+# Bits of a weight by dtype; 4-bit formats keep a 16-bit scale for about 32 weights.
 WEIGHT_BITS = {
     "float32": 32.0, "float16": 16.0, "bfloat16": 16.0, "float8": 8.0, "int8": 8.0, "int4": 4.5,
 }  # fmt: skip
@@ -36,12 +36,12 @@ class Weighed(NamedTuple):
     """The weights of a model.
 
     Attributes:
-        weights: each with its bytes.
-        dtype: the model computes in.
-        exact: read from headers, not computed from the configuration.
-        packed: weights are stored in fewer bits than they are computed in.
-        unpacked: weights that are so in the files, but not in memory.
-        assumed: what nobody said of the model, in sentences.
+        weights: each weight with its bytes.
+        dtype: the dtype in which the model computes.
+        exact: whether bytes were read from headers, not computed from the configuration.
+        packed: whether weights are stored in fewer bits than they are computed in.
+        unpacked: whether weights are packed in the files, but not in memory.
+        assumed: sentences on what was assumed of the model, because nothing says it.
     """
 
     weights: list[tuple[Weight, int]]
@@ -53,16 +53,16 @@ class Weighed(NamedTuple):
 
 
 def weighed(model: Model, weight_dtype: str | None, on_cpu: bool) -> Weighed:
-    """The weights of a model that pages can serve.
+    """Returns the weights of a model that pages can serve.
 
     Args:
-        weight_dtype: weights are cast to, or assumed to be packed in.
-        on_cpu: where it computes. There experts in mxfp4 are unpacked.
+        weight_dtype: the dtype that weights are cast to, or assumed to be packed in.
+        on_cpu: whether it computes on a CPU, where experts in mxfp4 are unpacked.
 
     Raises:
         UnsupportedModelError: nothing is known of its type.
         CheckpointError: the checkpoint lacks layers.
-        ValueError: a configuration does not tell what counts.
+        ValueError: its configuration lacks a value that is needed.
     """
     c, checkpoint = model.settings, model.checkpoint
     unpacked = on_cpu and model.method == "mxfp4"
@@ -103,21 +103,21 @@ def _sharing(c: Any) -> list[list[int]]:
 
 
 def _nbytes(weight: Weight, bits: float | None, wide: int) -> int:
-    """Returns the bytes of a weight; its matrices may have `bits` an element."""
+    """Returns the bytes of a weight, which takes `bits` an element if it is a packed matrix."""
     if bits is None or bits >= 16 or not is_matrix(weight):
         return weight.elements * wide
     return ceil(weight.elements * bits / 8)
 
 
 def is_matrix(weight: Weight) -> bool:
-    """Whether a token is multiplied with a weight of a layer; others are norms, biases, kernels."""
+    """Whether a layer multiplies tokens with a weight; other weights are norms, biases, kernels."""
     return bool(weight.layers) and (len(weight.shape) == 2 or weight.is_expert)
 
 
 def _widths(
     model: Model, weight_dtype: str | None, unpacked: bool
 ) -> tuple[str, float, tuple[str, ...]]:
-    """The dtype a model computes in, the bits its layers' weights take, and what was assumed."""
+    """Returns the dtype a model computes in, the bits of its layers' weights, and assumptions."""
     told = str(model.settings.dtype or "").removeprefix("torch.")
     checkpoint = model.checkpoint
     stored = [t.dtype for t in checkpoint.tensors.values()] if checkpoint else []
@@ -139,9 +139,9 @@ def _widths(
 
 
 def _bits_in_files(model: Model) -> float:
-    """About how many bits a packed weight takes; 16 where none is packed."""
+    """Returns about how many bits a packed weight takes; 16 if none is packed."""
     try:
         packing = packing_of(model.fields)
     except ValueError:
-        return 4.0  # of which the headers tell the bytes
+        return 4.0  # a guess: the headers tell the bytes
     return packing.groups[0].bits if packing else 16.0

@@ -12,14 +12,14 @@ class Weight(NamedTuple):
     """A parameter.
 
     Attributes:
-        name: in the model.
-        part: it belongs to.
-        layers: that multiply a token with it; several share some. None if it is in none.
-        shape: its lengths.
+        name: its name in the model.
+        part: the part of the model that it belongs to.
+        layers: the layers that multiply a token with it; several may share it. Empty for none.
+        shape: its shape.
         is_expert: whether it belongs to experts that tokens are routed to.
-        alone: whether these can be read one by one, as their class has them.
+        alone: whether these experts can be read one by one, as their class stores them.
         packable: whether a quantised checkpoint may have it in fewer bits.
-        cut: whether processes that share out the model have a part of it each.
+        cut: whether each of the processes that share out the model has a part of it.
     """
 
     name: str
