@@ -1,7 +1,7 @@
-"""Advice: other arguments of the same call, each of which was tried; it decides nothing.
+"""Advice: other arguments for the same call, each of them tried; it decides nothing.
 
-Where memory does not suffice, what is needed and what would fit; beside a plan, what would give
-more.
+If memory does not suffice, advice says what is needed and what would fit; beside a plan, it says
+what would give more.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from .plan import MemoryPlan
 
 MOST_RANKS = 1024
 MOST_BATCH = 1 << 16  # where the search for the largest batch ends
-MUCH = 1.05  # what another choice has to gain before it is spoken of
+MUCH = 1.05  # another choice is named only if it gains as much
 
 Try = Callable[[ModelShape, Asked], MemoryPlan | None]
 
 
 class Short(Exception):
-    """A budget that does not suffice, before anything was tried instead.
+    """A budget that does not suffice, before other arguments were tried.
 
     Attributes:
-        parameter: the budget by name.
-        items: bytes that are needed at least, by item.
+        parameter: the name of the budget.
+        items: the bytes that are needed at least, by item.
     """
 
     def __init__(self, parameter: str, items: dict[str, int]) -> None:
@@ -43,14 +43,14 @@ class Short(Exception):
 
     @property
     def largest(self) -> str:
-        """The item that takes most."""
+        """The item that takes the most bytes."""
         return max(self.items, key=lambda name: self.items[name])
 
 
 def exceeded(
     short: Short, model: str, asked: Asked, fits: Callable[[Asked], bool]
 ) -> BudgetExceeded:
-    """The error that names what is needed and given, what takes most, and what would fit."""
+    """Makes the error that names what is needed and given, the largest item, and what would fit."""
     needed, available = short.needed, getattr(asked, short.parameter)
     advice = _smaller(short, asked, fits)
     more = _more_ranks(asked, fits)
@@ -75,7 +75,7 @@ def exceeded(
 
 
 def _smaller(short: Short, asked: Asked, fits: Callable[[Asked], bool]) -> dict[str, int | str]:
-    """One request for less that fits. Each is tried: advice that fails is worse than none."""
+    """Finds a request for less that fits. It is tried: advice that fails is worse than none."""
     page, on_device = asked.page_size, short.parameter == "device_memory"
 
     def most(name: str, unit: int, below: int) -> dict[str, int | str]:
@@ -102,7 +102,7 @@ def _smaller(short: Short, asked: Asked, fits: Callable[[Asked], bool]) -> dict[
 
 
 def _fewer_slots(asked: Asked, fits: Callable[[Asked], bool]) -> dict[str, int | str]:
-    """The most experts that may stay of those that were asked for; 0 if layers fit as a whole."""
+    """Finds how many of the experts asked for may stay; 0 if only whole layers fit."""
     assert asked.expert_slots
     found = largest(lambda n: fits(replace(asked, expert_slots=n)), 0, asked.expert_slots)
     found = found if found >= asked.least_slots else 0
@@ -110,7 +110,7 @@ def _fewer_slots(asked: Asked, fits: Callable[[Asked], bool]) -> dict[str, int |
 
 
 def _more_ranks(asked: Asked, fits: Callable[[Asked], bool]) -> dict[str, int | str]:
-    """The next power of two of processes that fits, where several share out the model already."""
+    """Finds the next power of two of processes that fits, if several share the model already."""
     ranks = asked.ranks
     while 1 < ranks < MOST_RANKS:
         ranks = 1 << ranks.bit_length()
@@ -120,7 +120,7 @@ def _more_ranks(asked: Asked, fits: Callable[[Asked], bool]) -> dict[str, int | 
 
 
 def _more_memory(short: Short, asked: Asked, fits: Callable[[Asked], bool]) -> dict[str, int | str]:
-    """A budget that fits, as it can be given back."""
+    """Finds a budget that fits, as text that the same call takes."""
     needed = short.needed
     while True:
         size = rounded_up(needed)
@@ -134,10 +134,10 @@ def _more_memory(short: Short, asked: Asked, fits: Callable[[Asked], bool]) -> d
 
 
 def with_more(plan: MemoryPlan, asked: Asked, tried: Try) -> MemoryPlan:
-    """The plan, with the largest batch and with better rates that it may name.
+    """Adds the largest batch to a plan, and better rates of other arguments.
 
     Args:
-        tried: the plan of a request, if there is one.
+        tried: returns the plan of a request, if there is one.
     """
     return replace(
         plan,
@@ -148,7 +148,7 @@ def with_more(plan: MemoryPlan, asked: Asked, tried: Try) -> MemoryPlan:
 
 
 def _largest_batch(plan: MemoryPlan, asked: Asked, tried: Try) -> int:
-    """Sequences of this length for which there is room at once, if they are planned for."""
+    """Finds how many sequences of this length have room at once, if they are planned for."""
 
     def fits(batch: int) -> bool:
         if asked.step_tokens and asked.step_tokens < batch:
@@ -165,7 +165,7 @@ def _largest_batch(plan: MemoryPlan, asked: Asked, tried: Try) -> int:
 
 
 def _in_4_bits(plan: MemoryPlan, asked: Asked, tried: Try) -> float | None:
-    """Tokens a second of the model in 4 bits, under the same options, where these are more."""
+    """Returns tokens a second of the model in 4 bits, by the same options, if they are more."""
     shape = plan.shape
     if not plan.streams or shape.packed or shape.unpacked:
         return None
@@ -176,9 +176,9 @@ def _in_4_bits(plan: MemoryPlan, asked: Asked, tried: Try) -> float | None:
 
 
 def _by_slots(plan: MemoryPlan, asked: Asked, tried: Try) -> tuple[int, float] | None:
-    """Slots of experts with which a card decodes sooner, and tokens a second, if there are any.
+    """Finds slots of experts with which a card decodes faster, and its tokens a second.
 
-    A plan for a card takes none by itself: how fast they are there was not measured.
+    A plan for a card takes no slots by itself, because their speed was not measured there.
     """
     experts = plan.shape.experts
     if experts is None or not (plan.streams and asked.cuda) or asked.expert_slots is not None:

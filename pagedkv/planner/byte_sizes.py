@@ -1,4 +1,4 @@
-"""Sizes of memory as people write them, read and printed, and the largest number that fits."""
+"""Reads and prints sizes of memory as people write them, and finds the largest number that fits."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ SIZE = re.compile(r"\s*(\d{1,18})(\.\d{0,18})?\s*(?:([kmgt])(i?)b?|(b))?\s*", re
 
 
 def size_in_bytes(parameter: str, value: Any) -> int:
-    """Bytes of `8GiB`, `8 GiB`, `8GB`, `8gb`, `8G`, `500MiB` or an int.
+    """Returns the bytes of `8GiB`, `8 GiB`, `8GB`, `8gb`, `8G`, `500MiB` or an int.
 
-    A unit with an `i` is a power of 1024, one without a power of 1000.
+    A unit with an `i` is a power of 1024, a unit without it a power of 1000.
 
     Raises:
-        ValueError: it is none of these, or not positive, or so small a number without a unit that
-            something else was meant.
+        ValueError: it is none of these, or not positive, or a number without a unit that is too
+            small to mean bytes.
     """
     said = SIZE.fullmatch(value) if isinstance(value, str) else None
     unit = ""
@@ -43,7 +43,7 @@ def size_in_bytes(parameter: str, value: Any) -> int:
 
 
 def largest(fits: Callable[[int], bool], low: int, high: int) -> int:
-    """The largest number below `high` that fits, by halving; `low` does."""
+    """Returns the largest number below `high` that fits, by halving; `low` has to fit."""
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle) else (low, middle)
@@ -51,12 +51,12 @@ def largest(fits: Callable[[int], bool], low: int, high: int) -> int:
 
 
 def readable(nbytes: float) -> str:
-    """Bytes for people: `8.00 GiB`, `143.1 MiB`, `12 bytes`."""
+    """Writes bytes for people: `8.00 GiB`, `143.1 MiB`, `12 bytes`."""
     if nbytes >= 1 << 30:
         return f"{nbytes / 2**30:.2f} GiB"
     return f"{nbytes / 2**20:.1f} MiB" if nbytes >= 1 << 20 else f"{int(nbytes):,} bytes"
 
 
 def rounded_up(nbytes: int) -> str:
-    """A size at least as large, in whole MiB, as it can be given back."""
+    """Writes a size rounded up to whole MiB, as arguments take it."""
     return f"{-(-nbytes // 2**20)}MiB"

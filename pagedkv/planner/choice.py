@@ -1,9 +1,9 @@
-"""Choosing what stays on the device.
+"""Chooses what stays on the device.
 
-The order is the policy. A ring and the pages that are asked for come first; spare memory then goes
-to whatever spares most bytes a pass, the head or whole layers; then to the embedding. Where experts
-can be read alone, this is done for several counts of those that stay, and what decodes soonest is
-taken.
+The order is the policy. A ring and the pages that are asked for come first. Spare memory then goes
+to the head or whole layers, whichever spares more bytes a pass, and then to the embedding. If
+experts can be read alone, this is done for several counts of experts that stay, and the placement
+that decodes fastest is taken.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from .experts import can_read_alone
 from .placement import Placement
 from .speed import Machine, seconds_of_pass
 
-# Tokens of a pass: least, most, and most where a processor has all weights in memory.
+# Tokens of a pass: least, most, and most on a CPU that has all weights in memory.
 NARROW, WIDE, RESIDENT = 128, 8192, 1024
-VERIFIED = 16  # tokens of a sequence in one pass; what a decode kernel takes at most
+VERIFIED = 16  # tokens of a sequence in one pass; a decode kernel takes no more
 ACTIVATION_SHARE = 10  # a wider pass may cost one tenth of the memory
 
-# Of each: whether it is the last, its tokens, those of a sequence.
+# For each width: whether it is the last, tokens of the pass, tokens of one sequence.
 Widths = Iterable[tuple[bool, int, int]]
 
 
 def place(costs: Costs) -> Placement:
-    """Keeps everything resident, if that fits; else chooses what decodes soonest beside a ring.
+    """Keeps everything resident if that fits; else chooses what decodes fastest beside a ring.
 
     Raises:
         Short: nothing fits.
@@ -60,9 +60,9 @@ def place(costs: Costs) -> Placement:
 
 
 def _slots(costs: Costs) -> list[int]:
-    """Experts of a layer that may stay: as asked, or none and some.
+    """Lists how many experts of a layer may stay: as asked, or several counts from 0 on.
 
-    A card has some where that is asked for: how fast it is there was not measured yet.
+    A card keeps experts only if asked to, because its speed with them was not measured yet.
     """
     asked, experts = costs.asked, costs.shape.experts
     whole = experts is None or asked.cuda or not can_read_alone(on_cpu=True)
@@ -74,7 +74,7 @@ def _slots(costs: Costs) -> list[int]:
 
 
 def _nearby(costs: Costs, best: Placement) -> Placement:
-    """The count of experts around this one that decodes soonest."""
+    """Finds the count of experts near this placement's that decodes fastest."""
     experts = costs.shape.experts
     assert experts is not None
     narrow = best.step_tokens < NARROW
@@ -103,10 +103,10 @@ def _soonest(costs: Costs, placements: list[Placement]) -> Placement:
 def _widest(
     costs: Costs, resident: tuple[int, ...], slots: int, widths: Widths | None = None
 ) -> Placement:
-    """The widest passes that fit, with everything resident or beside a ring.
+    """Finds the widest pass that fits, with everything resident or beside a ring.
 
     Args:
-        widths: those to try; default all.
+        widths: the widths to try; default all.
 
     Raises:
         Short: none fits.
@@ -126,7 +126,7 @@ def _widest(
 
 
 def _widths(costs: Costs, streams: bool) -> Iterator[tuple[bool, int, int]]:
-    """Widths of a pass, widest first: whether it is narrow, its tokens, those of one sequence."""
+    """Yields `Widths` of a pass, the widest first."""
     asked = costs.asked
     least = max(NARROW, asked.batch)
     resident = WIDE if asked.cuda else RESIDENT
@@ -138,7 +138,7 @@ def _widths(costs: Costs, streams: bool) -> Iterator[tuple[bool, int, int]]:
         enough = min(crossover, WIDE, max(least, asked.batch * asked.length))
         while 2 * step <= enough:
             step *= 2
-        # Wide enough for every sequence to have as many tokens verified as there is time for.
+        # Wide enough for each sequence to verify as many tokens as there is time for.
         step = max(step, asked.batch * min(verified, crossover // asked.batch) if streams else 0)
     while True:
         verify = max(1, min(verified, crossover // asked.batch, step // asked.batch))
@@ -152,17 +152,17 @@ def _widths(costs: Costs, streams: bool) -> Iterator[tuple[bool, int, int]]:
 
 
 def _of_few_tokens(costs: Costs, shorts: list[Short]) -> list[Placement]:
-    """Placements for passes that never need most experts of a layer, and so no room for all.
+    """Finds placements for passes that never need most experts of a layer, nor room for all.
 
     Args:
-        shorts: gets what each count of experts needs that does not fit.
+        shorts: gets a `Short` for each count of experts that does not fit.
     """
     asked, experts = costs.asked, costs.shape.experts
     found: list[Placement] = []
     if experts is None or asked.step_tokens or asked.ranks > 1 or asked.pack_weights:
         return []
     step = min(NARROW - 1, int(asked.alone * experts.count) // experts.per_token)
-    while step >= asked.batch and not found:  # the widest that fit, as prompts take many passes
+    while step >= asked.batch and not found:  # the widest that fits, since prompts take many passes
         for slots in filter(None, _slots(costs)):
             try:
                 found.append(_widest(costs, (), slots, [(True, step, 1)]))
@@ -173,13 +173,13 @@ def _of_few_tokens(costs: Costs, shorts: list[Short]) -> list[Placement]:
 
 
 def _crossover(costs: Costs) -> int:
-    """Tokens of a pass whose computation takes as long as the layers take to arrive."""
+    """Returns the tokens of a pass that computes as long as the layers take to arrive."""
     seconds = sum(costs.shape.layers) / (1e9 * costs.asked.link_gbps)
     return int(seconds * 1e12 * costs.asked.compute_tflops / (2 * costs.shape.active))
 
 
 def _fill(costs: Costs, least: Placement) -> Placement:
-    """Gives the memory that is left to the head and whole layers, then to the embedding."""
+    """Gives the remaining memory to the head and whole layers, then to the embedding."""
     asked, shape = costs.asked, costs.shape
     fixed = sum(costs.device(least, asked.wanted).values()) - sum(costs.weights(least).values())
     room = asked.device_memory - fixed

@@ -1,6 +1,6 @@
 """The arguments of a plan, and the cost of a placement of weights, item by item.
 
-Every number of a plan comes from here, so that what the search compares is what the plan says.
+Every number of a plan comes from here, so the search compares the same numbers that a plan shows.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from .model_shape import ModelShape
 from .passes import mixer_bytes
 from .placement import Placement
 
-RING_DEPTH = 2  # one slot computes while the next one fills; more was measured to gain nothing
+RING_DEPTH = 2  # one slot computes while the next fills; measured, more slots gain nothing
 # A CUDA context, and the code and handles that torch and its libraries load into it.
 CONTEXT_BYTES = 512 << 20
-# A block of the head that streams: long enough for the link to reach its rate.
+# Bytes of a block of a streaming head: enough for the link to reach its rate.
 HEAD_BLOCK = 32 << 20
-# As in kernels/torch/buckets.py: rows that are gathered together.
+# As in kernels/torch/buckets.py: bytes of rows that are gathered together.
 BUCKET_BYTES = 8 << 20
 # As in hf/latent.py.
 EXPANDED_BYTES = 64 << 20
@@ -66,14 +66,14 @@ class Asked(Given):
 
     @property
     def wanted(self) -> int:
-        """Token slots that come before resident layers: those asked for, in whole pages."""
+        """Token slots that go before resident layers: those asked for, in whole pages."""
         if self.max_tokens:
             return pages(self.max_tokens, self.page_size)
         return self.batch * pages(self.length, self.page_size)
 
 
 class Costs:
-    """Bytes of everything, for one model and one request."""
+    """Counts the bytes of everything, for one model and one request."""
 
     def __init__(self, shape: ModelShape, asked: Asked) -> None:
         self.shape, self.asked = shape, asked
@@ -81,7 +81,7 @@ class Costs:
         self.wide = DTYPE_BYTES[shape.dtype]
 
     def cache(self, step_tokens: int, max_tokens: int) -> CacheConfig:
-        """The pool of a plan: exactly these bytes are allocated for pages."""
+        """Returns the pool of a plan: exactly its bytes are allocated for pages."""
         longest = self.c.max_position_embeddings or max_tokens
         step = self.asked.growth_step
         return replace(
@@ -103,38 +103,38 @@ class Costs:
             page_size=self.asked.page_size,
             dtype=self.asked.kv_dtype,
             kv_format=self.asked.kv_format,
-            # Pools of sliding layers and of staging pages grow with this number; one more holds a
-            # shared prefix.
+            # Pools of sliding layers and of staging pages grow with this number. One sequence more
+            # holds a shared prefix.
             max_sequences=batch + 1 if windowed or staged else max(256, batch + 1),
             states=tuple(StateLayer(x) for x in state_tensors(self.c, self.shape.dtype)),
-            max_states=batch + 1,  # one for each sequence, and that of a shared prefix
+            max_states=batch + 1,  # one for each sequence, and one for a shared prefix
         )
 
     @property
     def most_tokens(self) -> int:
-        """The most token slots of a pool: slots count in 31 bits, staging pages with them."""
+        """The most token slots of a pool: with staging pages, slots have to count in 31 bits."""
         page = self.asked.page_size
         return 2**31 - page * (1 + self._cache.num_staging_pages())
 
     def streamed(self, placement: Placement) -> list[int]:
-        """Layers that pass through the ring."""
+        """Lists the layers that pass through the ring."""
         return placement.streamed(len(self.shape.layers))
 
     def away(self, placement: Placement) -> list[int]:
-        """Layers of which something passes through the ring, or to slots of experts."""
+        """Lists the layers that come through the ring, or whose experts come to slots."""
         experts = self.slotted(placement)
         streamed = set(self.streamed(placement))
         return [i for i, nbytes in enumerate(experts) if i in streamed or nbytes]
 
     def slotted(self, placement: Placement) -> Sequence[int]:
-        """Bytes of each layer's experts that come to slots of a card."""
+        """Counts the bytes of each layer's experts that come to slots of a card."""
         experts = self.shape.experts
         if experts is None or not placement.expert_slots or not experts.in_slots:
             return [0] * len(self.shape.layers)
         return experts.layers
 
     def layer(self, index: int, placement: Placement) -> int:
-        """Bytes of a layer that come with it, or stay."""
+        """Counts the bytes of a layer that stream or stay with it, perhaps without experts."""
         return self.shape.layer(index, placement.expert_slots)
 
     @property
@@ -148,13 +148,13 @@ class Costs:
         return bool(self.c.shapes[0].v_is_k)
 
     def slot(self, placement: Placement) -> int:
-        """Bytes of one slot of the ring; 0 if nothing streams."""
+        """Counts the bytes of one slot of the ring; 0 if nothing streams."""
         layers = [self.layer(i, placement) for i in self.streamed(placement)]
         head = 0 if placement.head else min(self.shape.head_bytes, HEAD_BLOCK)
         return max([*layers, head], default=0)
 
     def weights(self, placement: Placement) -> dict[str, int]:
-        """Bytes of weights on the device."""
+        """Counts the bytes of weights on the device."""
         shape = self.shape
         glue = shape.rest + (shape.embedding if placement.embedding else 0)
         glue += shape.head if placement.head else 0
@@ -168,7 +168,7 @@ class Costs:
         }
 
     def experts(self, placement: Placement) -> dict[str, int]:
-        """Experts that stay, and what a wide pass needs beside them."""
+        """Counts the bytes of experts that stay, and those that a wide pass needs beside them."""
         experts, slots = self.shape.experts, placement.expert_slots
         if experts is None or not slots:
             return {}
@@ -181,18 +181,18 @@ class Costs:
     def packed(self) -> dict[str, int]:
         """Counts a second copy of the weights that a CPU packs for its products.
 
-        Experts are not packed, so for a mixture this is somewhat too much.
+        Experts are not packed, so this is somewhat too much for a mixture.
         """
         shape, c = self.shape, self.c
         if not self.asked.pack_weights or shape.packed:
             return {}
         whole = shape.active
-        if self.asked.pack_weights == "int8":  # but for the head; a scale of 16 bits for 32 weights
+        if self.asked.pack_weights == "int8":  # without the head; 16 bits of scale for 32 weights
             whole = min(whole, c.vocab_size * c.hidden_size)
         return {"packed weights": self.wide * whole + (shape.active - whole) * 34 // 32}
 
     def device(self, placement: Placement, max_tokens: int) -> dict[str, int]:
-        """Bytes on the device, in the order of the table."""
+        """Counts the bytes on the device, in the order of the table."""
         cache = self.cache(placement.step_tokens, max_tokens)
         return {
             "device context": CONTEXT_BYTES if self.asked.cuda else 0,
@@ -204,24 +204,24 @@ class Costs:
         }
 
     def activations(self, placement: Placement) -> int:
-        """The widest moment of one layer for a whole pass, and the logits of its ready rows."""
+        """Counts the widest moment of one layer for a whole pass, and the logits of its rows."""
         c = self.c
         dim, kv = c.head_dim, c.num_key_value_heads * c.head_dim
         for shape in () if self._latent else self._cache.shapes:
             widest = max(shape.head_dim, shape.v_head_dim)
             dim, kv = max(dim, shape.head_dim), max(kv, shape.num_kv_heads * widest)
         q = c.num_attention_heads * dim
-        # Beside the embedding, the layer's input, the residual and its norm: q, k and v, q and k
-        # rotated with what that takes, the output; or what lies behind attention.
-        # tests/hf/test_planner.py measures it.
+        # A token has the embedding, the layer's input, the residual and its norm. Beside these it
+        # has q, k, v, the rotated q and k with temporaries and the output, or the channels behind
+        # attention. tests/hf/test_planner.py measures it.
         widest = max(5 * q + 4 * kv, self.shape.widest_feed)
         token = self.wide * (4 * c.hidden_size + 2 * dim + widest)
-        # A second embedding's rows, with a part for each layer, as they are and as they are added.
+        # Rows of a second embedding, which has a part for each layer: as looked up, and as added.
         by_layer = getattr(c, "hidden_size_per_layer_input", None) or 0
         token += self.wide * 2 * by_layer * c.num_hidden_layers
         # Norms compute in float32: the input and its square.
         token = max(token, (3 * self.wide + 8) * c.hidden_size)
-        # Logits as computed, and once more in float32, where tokens are chosen.
+        # Logits as computed, and once more in float32 for choosing tokens.
         logits = self.asked.batch * placement.verify_width * c.vocab_size * (self.wide + 4)
         widths = placement.step_tokens * token
         if self.has_states:
@@ -229,7 +229,7 @@ class Costs:
         return widths + logits
 
     def workspace(self, placement: Placement, cache: CacheConfig) -> int:
-        """Page tables, a step's integers, what attention keeps beside the pages."""
+        """Counts page tables, a step's integers, and what attention holds beside the pages."""
         c, longest, tokens = self.c, cache.max_sequence_length, placement.step_tokens
         columns = -(-longest // cache.page_size)
         tables = 2 * 4 * len(cache.groups) * cache.max_sequences * columns
@@ -242,11 +242,11 @@ class Costs:
                 * c.num_attention_heads
                 * sum(
                     2 * most_parts(longest, shape.num_kv_heads) * (shape.v_head_dim + 1)
-                    for shape in cache.shapes  # parts of a shared prefix, and of what is behind it
+                    for shape in cache.shapes  # parts of a shared prefix, and of the rest
                 )
             )
         else:
-            # Gathered, and decoded on the way.
+            # Rows are gathered, and decoded on the way.
             slot = max(shape.elements for shape in cache.shapes) * DTYPE_BYTES[cache.dtype]
             attention = max(BUCKET_BYTES, pages(longest, cache.page_size) * slot)
             scores = min(tokens, longest) * longest
@@ -255,22 +255,22 @@ class Costs:
             told = any(getattr(c, name, None) for name in terms)
             if told or facts.sinks or facts.written:
                 attention += 3 * 4 * c.num_attention_heads * scores  # explicit products
-        if self._latent:  # K and V that are made of a block of latents
+        if self._latent:  # K and V made of a block of latents
             token = c.num_attention_heads * (c.head_dim + c.v_head_dim) * self.wide
             attention += min(EXPANDED_BYTES, pages(longest, cache.page_size) * token)
         unpacked = 0
-        if self.shape.packed:  # one matrix at a time, in the dtype it is multiplied in
+        if self.shape.packed:  # one matrix at a time, in the dtype of its product
             size = max(c.intermediate_size, c.num_attention_heads * c.head_dim)
             unpacked = self.wide * c.hidden_size * size
         return tables + integers + attention + unpacked
 
     def states(self, cache: CacheConfig) -> dict[str, int]:
-        """State slots; a pass works on copies of its rows' states, the new ones beside the old."""
+        """Counts state slots, and copies of a pass: its rows' old states and their new ones."""
         count = cache.max_states + 2 * self.asked.batch
         return {"states": count * cache.bytes_per_state} if cache.states else {}
 
     def table_rows(self, placement: Placement) -> int:
-        """Bytes of the rows that the tokens of a pass look up in larger tables."""
+        """Counts the bytes of rows that the tokens of a pass look up in larger tables."""
         c = self.c
         by_layer = getattr(c, "hidden_size_per_layer_input", None) or 0
         grams = len(getattr(c, "ple_layer_ids", None) or ())
@@ -279,14 +279,14 @@ class Costs:
         return placement.step_tokens * width * self.wide
 
     def host(self, placement: Placement, held: Sequence[int], head_held: bool) -> dict[str, int]:
-        """Bytes in host memory: the fixed set, and what the rest passes through."""
+        """Counts the bytes in host memory: weights held there, and buffers for the others."""
         streamed, slotted = set(self.streamed(placement)), self.slotted(placement)
         reads = bool(streamed - set(held)) or not (placement.head or head_held)
         pinned = sum(self.layer(i, placement) for i in held if i in streamed)
         rows = placement.step_tokens * self.c.hidden_size * self.wide
         passing = {}
         if widest := max(slotted):
-            # Room for the experts that a layer lacks, and for all of two layers in a wider pass.
+            # Room for the experts that a layer lacks, and for all of two layers in wider passes.
             assert self.shape.experts is not None
             through = placement.expert_slots * widest // self.shape.experts.count
             through += RING_DEPTH * widest
@@ -298,7 +298,7 @@ class Costs:
         return {
             "held layers": pinned,
             "held head": self.shape.head_bytes if head_held else 0,
-            # On a CPU files are read into the ring itself.
+            # On a CPU, files are read directly into the ring.
             "staging": RING_DEPTH * self.slot(placement) if reads and self.asked.cuda else 0,
             **passing,
             "embedding rows": (0 if placement.embedding else rows)
@@ -307,17 +307,17 @@ class Costs:
 
 
 def spread(chosen: int, of: int) -> list[int]:
-    """Returns `chosen` indices below `of`, evenly strided: each streamed layer has company."""
+    """Returns `chosen` indices below `of`, evenly spread, so that streamed layers are, too."""
     return [i for i in range(of) if (i + 1) * chosen // of > i * chosen // of]
 
 
 def most_parts(length: int, num_kv_heads: int) -> int:
-    """Parts into which kernels cut a row, as in kernels/triton/decode.py."""
+    """Returns the most parts into which kernels cut a row, as in kernels/triton/decode.py."""
     most = min(max(32, 256 // num_kv_heads), 128)
     shares = min(max(8, 64 // num_kv_heads), 16)
     return min(most, max(min(shares, -(-length // 256)), -(-length // 1024)))
 
 
 def pages(tokens: int, page_size: int) -> int:
-    """Tokens rounded up to whole pages."""
+    """Rounds tokens up to whole pages."""
     return -(-tokens // page_size) * page_size

@@ -1,8 +1,8 @@
-"""Experts of a mixture: what they weigh, how many a pass touches, and which of them it reads.
+"""Experts of a mixture: what they weigh, how many a pass touches, and how many it reads.
 
-A pass of `T` tokens touches `E (1 - (1 - k/E)^T)` of the `E` experts of a layer, if each of the `k`
-of a token is as likely as another. Of those, the share `n / E` is in memory where `n` stay: texts
-that go on in the same vein find more, so what follows from it is the least that a plan promises.
+A pass of `T` tokens touches `E (1 - (1 - k/E)^T)` of the `E` experts of a layer, if a token's `k`
+experts are equally likely. If `n` experts stay in memory, the share `n / E` of the touched ones is
+there. Texts that go on alike find more of theirs, so a plan promises the least.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ import sys
 from dataclasses import dataclass
 from typing import Any
 
-# Of the link's rate: that of reads of an expert. Measured on a CPU: 0.5 to 0.6 from a disk, 0.9 and
-# more from the file cache.
+# The rate of reading single experts, as a share of the link's. Measured on a CPU: 0.5 to 0.6 from a
+# disk, 0.9 and more from the file cache.
 ALONE = 0.5
 
 
@@ -24,8 +24,8 @@ class RoutedExperts:
         layers: bytes of all experts of each layer; 0 for a layer without.
         count: experts of a layer.
         per_token: how many of them a token is routed to.
-        in_slots: those that stay are in slots of a card: a pass that needs more than there are
-            reads all of a layer.
+        in_slots: whether experts stay in slots of a card, where a pass that needs more experts than
+            there are slots reads all of a layer.
     """
 
     layers: tuple[int, ...]
@@ -35,17 +35,17 @@ class RoutedExperts:
 
     @property
     def total(self) -> int:
-        """Bytes of all of them."""
+        """Bytes of all experts."""
         return sum(self.layers)
 
     @property
     def widest(self) -> int:
-        """Bytes of all experts of the layer in which they are most."""
+        """Bytes of all experts of the layer in which they take most."""
         return max(self.layers)
 
     @property
     def layer_count(self) -> int:
-        """Layers that have some."""
+        """The number of layers that have experts."""
         return sum(map(bool, self.layers))
 
     def touched(self, tokens: int) -> float:
@@ -53,11 +53,11 @@ class RoutedExperts:
         return 1 - (1 - self.per_token / self.count) ** tokens
 
     def lacking(self, tokens: int, slots: int) -> float:
-        """The share of them that it does not find in memory, where `slots` stay."""
+        """Returns the share of experts that such a pass needs but lacks, if `slots` stay."""
         return self.touched(tokens) * (1 - slots / self.count)
 
     def read(self, tokens: int, slots: int, alone: float) -> float:
-        """The share that a pass reads: those it lacks, or all where that is sooner.
+        """Returns the share that a pass reads: the experts it lacks, or all if that is faster.
 
         Args:
             alone: the rate at which experts are read alone, as a share of the link's.
@@ -74,7 +74,7 @@ class RoutedExperts:
         """Counts the bytes beside the slots while a pass of `tokens` computes one layer.
 
         Args:
-            depth: layers that are in memory at once where all experts are read.
+            depth: layers that are in memory at once if all experts are read.
         """
         if self.in_slots:
             return depth * self.widest
@@ -82,18 +82,18 @@ class RoutedExperts:
         if self.are_few(tokens, alone):
             most = min(self.count, tokens * self.per_token)
             return self.widest * min(most, lacking) // self.count
-        if lacking <= alone * self.count:  # no pass lacks enough for all to be read
+        if lacking <= alone * self.count:  # no pass lacks so many that it reads all
             return self.widest * bool(lacking)
         return depth * self.widest
 
 
 def can_read_alone(on_cpu: bool) -> bool:
-    """Whether this system can read experts alone: a CPU needs memory for some rows of a tensor."""
+    """Whether experts can be read alone: on a CPU only Linux gives memory to some rows alone."""
     return not on_cpu or sys.platform == "linux"
 
 
 def require_slots(slots: Any, least: int, count: int) -> None:
-    """Raises ValueError for slots that are no count, or that a token or a layer cannot use."""
+    """Raises ValueError for slots that are no count, too few for a token, or more than all."""
     if type(slots) is not int or slots < 0:
         raise ValueError(f"expert_slots: expected None or a count of experts, got {slots!r}")
     if slots and not least <= slots <= count:

@@ -1,8 +1,8 @@
-"""Known cards, by which a plan guesses those facts of a machine that were not measured.
+"""Known cards, from which a plan takes facts of a machine that were not measured.
 
-Figures are dense, without sparsity. A GeForce multiplies 16-bit floats at half its rate where it
-adds up in float32, as torch does: that half is what stands here. `source` names the maker's
-document to hold a row against; the documents were not at hand, most rows agree with public lists.
+Figures are dense, without sparsity. A GeForce multiplies 16-bit floats at half its rate if it adds
+up in float32, as torch does; the table has this half. `source` names the maker's document to check
+a row against; the documents were not at hand, and most rows agree with public lists.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import re
 from difflib import get_close_matches
 from typing import NamedTuple
 
-# GB/s that copies of pinned memory reach over 16 lanes, of 15.8, 31.5 and 63 by the standard.
+# GB/s that copies of pinned memory reach over 16 lanes; the standard has 15.8, 31.5 and 63.
 PCIE_GBPS = {3: 12.5, 4: 25.0, 5: 50.0}
 USABLE = 0.9  # of a card's memory; the rest is for its driver, error correction and a desktop
 
@@ -25,7 +25,7 @@ class Gpu(NamedTuple):
         tflops: 10^12 operations a second in bfloat16, or float16 where it has no bfloat16.
         pcie: the generation of its link.
         lanes: lanes of the link.
-        source: the document to hold these against.
+        source: the document to check these against.
     """
 
     memory: int
@@ -79,16 +79,16 @@ GPUS = {
     "H200": Gpu(141, 4800, 989, 5, 16, "data sheet, SXM, half of sparse"),
     "B200": Gpu(180, 8000, 2250, 5, 16, "HGX data sheet, half of sparse"),
 }
-# Where none is named: a mid-range card.
+# A mid-range card, assumed if none is named.
 ORDINARY = Gpu(16, 400, 100, 4, 16, "assumed")
 FILLERS = re.compile(r"nvidia|geforce|tesla|[^a-z0-9]")
 
 
 def find_gpu(name: object) -> str:
-    """The name of a known card, however it is spelt: `rtx4090`, `NVIDIA GeForce RTX 4090`.
+    """Returns the name of a known card, however it is spelt: `rtx4090`, `NVIDIA GeForce RTX 4090`.
 
     Raises:
-        ValueError: it is not known; near names are suggested.
+        ValueError: the card is not known; near names are suggested.
     """
     known = {_plain(each): each for each in GPUS}
     wanted = _plain(name) if isinstance(name, str) else ""
@@ -110,7 +110,7 @@ def _plain(name: str) -> str:
 
 
 def gpu_table() -> str:
-    """The known cards, as a table of text."""
+    """Returns the known cards as a table of text."""
     head = f"{'card':<18}{'GiB':>5}{'GB/s':>7}{'TFLOPS':>8}  {'link':<11}check against"
     rows = [
         f"{name:<18}{g.memory:>5}{g.memory_gbps:>7g}{g.tflops:>8g}  {g.link:<11}{g.source}"

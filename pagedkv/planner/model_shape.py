@@ -24,22 +24,22 @@ class ModelShape:
     """The sizes of a model that a plan is made from.
 
     Attributes:
-        model: what is known of it.
-        settings: its decoder's configuration, by the names of a llama's.
-        dtype: it computes in.
+        model: the `Model`.
+        settings: its decoder's configuration, by one set of names.
+        dtype: the dtype it computes in.
         layers: bytes of each layer, every tensor aligned.
         embedding: bytes of the token embedding.
         tables: bytes of larger tables, of n-grams or for each layer.
         head: bytes of the output head; 0 if it is the embedding.
         rest: bytes of all else: norms, learned positions and masks, a tower for images.
-        tower: those of the tower, and of what joins it to the decoder.
-        exact: read from headers, not computed from the configuration.
-        packed: weights are stored in fewer bits than they are computed in.
-        unpacked: weights that are so in the files, but not in memory.
-        active: weights of all layers and the head that one token is multiplied with.
-        experts: those that can be read alone; None without, and in packed ones.
-        assumed: what nobody said of the model, in sentences.
-        of: the model that this is one process's share of; None for a whole one.
+        tower: bytes of the tower, and of the parts that join it to the decoder.
+        exact: whether bytes were read from headers, not computed from the configuration.
+        packed: whether weights are stored in fewer bits than they are computed in.
+        unpacked: whether weights are packed in the files, but not in memory.
+        active: how many weights of all layers and the head one token is multiplied with.
+        experts: experts that can be read alone; None if there are none, or weights are packed.
+        assumed: sentences on what was assumed of the model, because nothing says it.
+        of: the whole model, if this is one process's share of it; else None.
     """
 
     model: Model = field(compare=False, repr=False)
@@ -66,17 +66,17 @@ class ModelShape:
 
     @property
     def head_bytes(self) -> int:
-        """Bytes that are multiplied for logits, be they the embedding's."""
+        """Bytes of the matrix that makes logits, which may be the embedding's."""
         return self.head or self.embedding
 
     def layer(self, index: int, expert_slots: int) -> int:
-        """Bytes of a layer that come with it: all, or all but its experts if these come alone."""
+        """Returns the bytes that come with a layer: all, or all but experts if these come alone."""
         apart = self.experts.layers[index] if self.experts and expert_slots else 0
         return self.layers[index] - apart
 
     @cached_property
     def widest_feed(self) -> int:
-        """Channels a token has at once behind attention, in the layer where they are most."""
+        """Channels a token has at once behind attention, in the widest layer."""
         return channels_at_once(self.settings)
 
     @property
@@ -89,12 +89,12 @@ def shape_of(model: Model, weight_dtype: str | None = None, on_cpu: bool = False
     """Sums up a model's sizes by its checkpoint, or by its configuration alone.
 
     Args:
-        on_cpu: where it computes. There experts in mxfp4 are unpacked.
+        on_cpu: whether it computes on a CPU, where experts in mxfp4 are unpacked.
 
     Raises:
         UnsupportedModelError: pages cannot serve it, or nothing is known of its type.
         CheckpointError: the checkpoint lacks layers.
-        ValueError: a configuration does not tell what counts.
+        ValueError: its configuration lacks a value that is needed.
     """
     c, found = model.settings, weighed(model, weight_dtype, on_cpu)
     parts = _parts(found.weights, c)
@@ -138,12 +138,12 @@ def _parts(weights: Iterable[tuple[Weight, int]], c: SimpleNamespace) -> dict[st
 
 
 def aligned(nbytes: int) -> int:
-    """Bytes of a tensor with what is left free behind it."""
+    """Rounds the bytes of a tensor up to where the next one may begin."""
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
 def _routed(c: SimpleNamespace, layers: tuple[int, ...], on_cpu: bool) -> RoutedExperts | None:
-    """The experts that can be read alone, if there are some."""
+    """Returns the experts that can be read alone; None if there are none."""
     if not any(layers) or not c.experts_per_token or facts_of(c.model_type).experts_with_layer:
         return None
     return RoutedExperts(layers, c.experts, c.experts_per_token, in_slots=not on_cpu)

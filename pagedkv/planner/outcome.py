@@ -1,4 +1,4 @@
-"""The answer of a search, and what follows from it by arithmetic."""
+"""The answer of a search, and the numbers that follow from it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .speed import Machine, seconds_of_pass, streamed_bytes
 
 @dataclass(frozen=True)
 class Outcome(Given):
-    """The fields and numbers of a `MemoryPlan`, which adds how they print."""
+    """The fields and numbers of a `MemoryPlan`, which adds only how to print them."""
 
     shape: ModelShape
     cache: CacheConfig
@@ -117,11 +117,11 @@ class Outcome(Given):
 
     @property
     def streamed_bytes(self) -> int:
-        """Bytes that cross the link in each pass; without experts that come as they are asked."""
+        """Bytes that cross the link in each pass, without experts that are read alone."""
         return streamed_bytes(self.shape, self.placement)
 
     def expert_bytes(self, tokens: int) -> int:
-        """Returns bytes of experts that a pass of `tokens` reads if they are read as asked for."""
+        """Returns the bytes of experts that a pass of `tokens` reads, if they are read alone."""
         if not self.expert_slots or self.shape.experts is None:
             return 0
         experts = self.shape.experts
@@ -129,12 +129,12 @@ class Outcome(Given):
 
     @property
     def disk_bytes(self) -> int:
-        """The streamed layers that host memory does not hold."""
+        """Bytes of streamed layers and head that host memory does not hold."""
         return self.streamed_bytes - self.host_bytes["held layers"] - self.host_bytes["held head"]
 
     @property
     def unused(self) -> int:
-        """Bytes of the device's budget without a use."""
+        """Bytes of the device's budget that nothing uses."""
         return self.device_memory - sum(self.device_bytes.values())
 
     def seconds(
@@ -144,7 +144,7 @@ class Outcome(Given):
         disk_gbps: float | None = None,
         compute_tflops: float | None = None,
     ) -> float:
-        """Seconds of a pass over `tokens`: the slowest of link, disk, memory and arithmetic."""
+        """Returns the seconds of a pass: the slowest of link, disk, memory and arithmetic."""
         machine = Machine(
             link_gbps or self.link_gbps,
             self.memory_gbps,
@@ -164,27 +164,27 @@ class Outcome(Given):
         accepted: float = 1.0,
         compute_tflops: float | None = None,
     ) -> float:
-        """Generated tokens a second, all sequences together.
+        """Returns the generated tokens a second of all sequences together.
 
         Args:
-            link_gbps: of the link; default the plan's.
-            disk_gbps: of the disk, read at the same time; default as fast as the link.
+            link_gbps: the speed of the link; default the plan's.
+            disk_gbps: the speed of the disk, read at the same time; default as fast as the link.
             batch: sequences that decode at once; default the plan's.
-            accepted: tokens a sequence gains by a pass, above 1 if drafts are verified.
+            accepted: tokens a sequence gains in a pass; above 1 if drafts are verified.
         """
         batch = batch or self.batch
         tokens = batch * (self.verify_width if accepted > 1 else 1)
         return batch * accepted / self.seconds(tokens, link_gbps, disk_gbps, compute_tflops)
 
     def max_length(self, batch: int | None = None) -> int:
-        """Returns tokens that each of `batch` sequences may have in this plan's pages."""
+        """Returns how many tokens each of `batch` sequences may have in this plan's pages."""
         batch = batch or self.batch
         page, config = self.cache.page_size, self.cache
         if batch > config.max_sequences or (config.states and batch >= config.max_states):
             return 0
         most: int = self.cache.max_sequence_length
         for group, layers in enumerate(config.groups):
-            # The first page of a text is a staging page, which its sequence has in any case.
+            # A text's first page is a staging page, of which each sequence has its own.
             each = config.num_pages(group) // batch + config.staged
             enough = layers.window and -(-(layers.window + config.rollback) // page) + 2
             if not enough or each < enough:
@@ -199,7 +199,7 @@ class Outcome(Given):
     def recompute_or_restore(
         self, tokens: int, link_gbps: float | None = None
     ) -> Literal["recompute", "restore"]:
-        """Returns how a preempted sequence comes back sooner: computed again, or from the host."""
+        """Returns the faster way back for a preempted sequence: compute it again, or restore it."""
         link = link_gbps or self.link_gbps
         whole, left = divmod(tokens, self.step_tokens)
         recompute = whole * self.seconds(self.step_tokens, link)
@@ -207,7 +207,7 @@ class Outcome(Given):
         return "restore" if self._kept(tokens) / (1e9 * link) <= recompute else "recompute"
 
     def _kept(self, tokens: int) -> int:
-        """Bytes of K, V and the recurrent state of one sequence."""
+        """Counts the bytes of K, V and the recurrent state of one sequence."""
         config, total = self.cache, self.cache.bytes_per_state
         for group, layers in enumerate(config.groups):
             held = min(tokens, (layers.window or tokens) + config.rollback)

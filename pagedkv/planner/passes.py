@@ -10,12 +10,12 @@ from pagedkv.models import facts_of, state_tensors
 
 
 def channels_at_once(c: SimpleNamespace) -> int:
-    """Channels behind attention that a token has at once, in the layer where they are most.
+    """Counts the channels that a token has at once behind attention, in the widest layer.
 
-    They are those of gate, up and product; in experts also of what goes in, comes out and is added.
+    These are gate, up and product; in experts also the input, the output and the sum.
     """
     at_once, h = facts_of(c.model_type).at_once, c.hidden_size
-    # In some Gemma 4 twice as many where K and V are another layer's.
+    # Some Gemma 4 have twice as many in layers that attend to another layer's K and V.
     wide = 1 + bool(getattr(c, "use_double_wide_mlp", False))
     dense = (at_once or 3) * c.intermediate_size * wide
     if not c.experts or getattr(c, "is_moe", None) is False:
@@ -27,15 +27,15 @@ def channels_at_once(c: SimpleNamespace) -> int:
 
 
 def mixer_bytes(c: SimpleNamespace, width: int, tokens: int) -> int:
-    """Bytes at once of a pass through a layer with a state, all that surrounds it included.
+    """Counts the bytes that a pass has at once in a state layer, all that surrounds it included.
 
-    They are those of transformers' own torch code, which is what runs where its kernels are not
-    installed. Mamba-2 multiplies matrices from 5.18 on; 5.17 holds each pair of tokens of a chunk
-    times every channel of a head. `tests/hf/test_planner.py` measures it.
+    They are the bytes of transformers' own torch code, which runs if its kernels are not installed.
+    Its Mamba-2 multiplies matrices from 5.18 on; 5.17 holds a number for each pair of tokens of a
+    chunk and each channel of a head. `tests/hf/test_planner.py` measures it.
 
     Args:
         width: bytes of a number that the model computes with.
-        tokens: of the pass.
+        tokens: tokens of the pass.
     """
     form = facts_of(c.model_type).states
     (convolved, _), *sums = state_tensors(c, "float32")[0]
@@ -72,7 +72,7 @@ def _bias_bytes(c: SimpleNamespace, width: int) -> int:
 
 @cache
 def _holds_pairs_by_channel() -> bool:
-    """Whether the installed transformers is older than 5.18; without one the newest is meant."""
+    """Whether the installed transformers is older than 5.18; without it, the newest is assumed."""
     try:
         major, minor, *_ = version("transformers").split(".")
     except PackageNotFoundError:

@@ -1,4 +1,4 @@
-"""`Placement`: what a plan decides, of which all of its bytes follow."""
+"""`Placement`: the decisions of a plan, from which all of its bytes follow."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ class Placement:
 
     Attributes:
         resident: layers that stay on the device.
-        embedding, head: whether these do; with tied weights both or neither.
-        tables: whether larger tables stay: where all weights do.
-        step_tokens: tokens computed in one pass, at most.
+        embedding, head: whether these stay; with tied weights both or neither.
+        tables: whether larger tables stay, which they do only if all weights stay.
+        step_tokens: most tokens computed in one pass.
         verify_width: tokens of one sequence computed in one decoding pass.
-        expert_slots: experts of a layer that stay while others come as they are routed to; 0 where
-            they come with their layer. Resident layers are then such without their experts.
+        expert_slots: experts of a layer that stay, while others are read as tokens are routed to
+            them; resident layers then stay without their experts. 0 if experts come with layers.
     """
 
     resident: tuple[int, ...]

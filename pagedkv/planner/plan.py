@@ -14,37 +14,37 @@ class MemoryPlan(Outcome):
 
     Attributes:
         shape: what the model weighs.
-        cache: the pool; `CacheConfig` of a `PagedKVCache` that keeps to the plan.
+        cache: the pool: the `CacheConfig` of a `PagedKVCache` that keeps to the plan.
         placement: what stays on the device, and how wide a pass is.
         batch: sequences that it was made for.
-        length: tokens of each.
-        host_layers: layers of which host memory holds what streams for good, on a card also their
-            experts that come alone; the others are read from disk in every pass.
-        head_in_host: whether it holds the head as well.
+        length: tokens of each sequence.
+        host_layers: layers that stream from host memory, which holds them for good, on a card also
+            with experts that come alone; the others are read from disk in every pass.
+        head_in_host: whether host memory holds the head as well.
         ring_slot: bytes of a slot of the ring; 0 without one.
         device_bytes: bytes on the device, by item.
         host_bytes: bytes on the host, by item.
         device_memory: the budget of the device.
         host_memory: the budget of the host.
-        link_gbps: the speed of the link that widths were chosen for.
-        compute_tflops: the speed of the device that they were chosen for.
+        link_gbps: the speed of the link for which widths were chosen.
+        compute_tflops: the speed of the device for which they were chosen.
         memory_gbps: the speed of the device's own memory.
-        gpu: the card these are of, where one was named.
+        gpu: the card that has these speeds, if one was named.
         ranks: processes that share out the model, each with such a device; all sizes are of one.
         expert_gbps: the speed at which experts are read alone.
-        largest_batch: sequences of `length` tokens for which the same call would find room at most;
+        largest_batch: the most sequences of `length` tokens for which the same call finds room;
             this plan's own pages hold `max_batch()`.
-        rate_in_4_bits: `predict()` of the same call for the model in 4 bits, where that is more.
-        rate_by_slots: on a card, slots of experts with which the same call would decode sooner, and
+        rate_in_4_bits: `predict()` of the same call for the model in 4 bits, if that is more.
+        rate_by_slots: on a card, slots of experts with which the same call would decode faster, and
             its `predict()`.
     """
 
     def to_json(self) -> str:
-        """The plan as JSON text, sizes in bytes."""
+        """Returns the plan as JSON text, sizes in bytes."""
         return json.dumps(self.to_dict(), indent=2)
 
     def to_dict(self) -> dict[str, Any]:
-        """The plan in plain values, sizes in bytes."""
+        """Returns the plan in plain values, sizes in bytes."""
         names = (
             "model streams device device_memory host_memory device_bytes unused host_bytes batch "
             "length max_tokens bytes_per_token states bytes_per_state step_tokens verify_width "

@@ -1,7 +1,7 @@
 """Counts what one process holds, if transformers shares out a model's layers among several.
 
-Transformers cuts matrices as the plan in a model's class says, which is asked of the model without
-weights: most of them, not all. Norms, routers and the matrices that make latents stay whole.
+Transformers cuts most matrices, by a plan in the model's class, which is read from the model
+without weights. Norms, routers and the matrices that make latents stay whole.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ def share_of(whole: ModelShape, ranks: int) -> ModelShape:
     """Returns the part of a model that one of several processes holds, as a smaller model.
 
     Raises:
-        UnsupportedModelError: they cannot share it out: transformers has no plan of its type, or
-            a head would be cut in two.
+        UnsupportedModelError: transformers has no plan to share out its type, or a head would be
+            cut in two.
     """
     if ranks == 1:
         return whole
@@ -67,7 +67,7 @@ def _kept(weights: Any, ranks: int) -> float:
 
 
 def _settings(whole: ModelShape, skeleton: Skeleton, ranks: int) -> SimpleNamespace:
-    """The configuration of what one process computes."""
+    """Returns the configuration of the part that one process computes."""
     c = copy(whole.settings)
     for name in ("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size"):
         width = getattr(c, name, None)
@@ -82,7 +82,7 @@ def _settings(whole: ModelShape, skeleton: Skeleton, ranks: int) -> SimpleNamesp
                 f"ranks: {whole.name} has {heads} {'KV ' if kept else ''}heads, which {ranks} "
                 f"processes cannot share out whole; take a number of them that divides {heads}"
             )
-    for name in ("linear_num_key_heads", "linear_num_value_heads"):  # else those of attention
+    for name in ("linear_num_key_heads", "linear_num_value_heads"):  # default: attention's heads
         if hasattr(c, name):
             setattr(c, name, getattr(c, name) or c.num_attention_heads)
     c.num_attention_heads //= ranks
@@ -98,7 +98,7 @@ def _cuts(weight: Weight, width: int) -> bool:
 
 
 def _divided(each: Any, ranks: int) -> Any:
-    """Returns settings that hold for some layers alone, with the KV heads of one process."""
+    """Returns settings of single layers, with the KV heads of one process."""
 
     def one(fields: Mapping[str, Any]) -> dict[str, Any]:
         heads = fields.get("num_key_value_heads")

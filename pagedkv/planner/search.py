@@ -1,6 +1,6 @@
-"""`plan_memory`: checks what is asked, and searches for a plan of it.
+"""`plan_memory`: checks a request, and searches for a plan of it.
 
-`choice.py` divides the device between weights; what is left becomes pages.
+`choice.py` divides the device between weights; the rest becomes pages.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from .plan import MemoryPlan
 from .ranks import share_of
 
 DEFAULT_LENGTH = 2048
-MOST_TOKENS = 1 << 20  # of the pool, for a model that names no longest text
-# Of two cores, where nothing was measured: GB/s of a file in memory, of memory, operations.
+MOST_TOKENS = 1 << 20  # slots of the pool, for a model that names no longest text
+# Two cores, if nothing was measured: GB/s of files in memory, GB/s of memory, 10^12 operations/s.
 CPU_LINK, CPU_MEMORY, CPU_TFLOPS = 5.0, 20.0, 0.1
 CPU_UNPACKS = 1.5  # GB/s of weights that one thread unpacks from mxfp4; measured
 
@@ -58,7 +58,7 @@ def plan_memory(
     """Divides memory between a model's weights, its KV pages and what a pass needs.
 
     Nothing is allocated and nothing but a configuration and headers is read. Headers tell what a
-    model weighs; without them transformers builds it without memory.
+    model weighs; if there are none, transformers builds the model without memory for weights.
 
     Args:
         model: a configuration (dict or object), a folder, a model's id on the hub, or a model in
@@ -68,36 +68,36 @@ def plan_memory(
         host_memory: bytes that may hold weights and staging on the host. Without it none are held:
             layers that do not stay on the device are read from their files in every pass.
         batch: sequences at once.
-        length: tokens of each; default the smaller of 2048 and the model's longest text. What
-            `batch` sequences of this length need comes before resident layers.
+        length: tokens of each; default the smaller of 2048 and the model's longest text. Pages for
+            `batch` sequences of this length take precedence over resident layers.
         page_size: as in `CacheConfig`.
         kv_format: as in `CacheConfig`.
-        kv_dtype: of K and V; default what the model computes in.
-        weight_dtype: weights are cast to, or (`int8`, `int4`, `float8`) assumed to be packed in.
+        kv_dtype: the dtype of K and V; default the one that the model computes in.
+        weight_dtype: weights are cast to it, or (`int8`, `int4`, `float8`) assumed packed in it.
         step_tokens: most tokens of one pass; default as many as the link leaves time for.
-        max_tokens: token slots of the pool, which come before resident layers; default those of
-            `batch` sequences of `length` tokens, and all that is left beside the resident layers.
-        growth_step: pages come into being so many tokens at a time, as in `CacheConfig`; the plan
-            has room for all of them.
-        images: plans for the class that takes images, as `LayerStreamer.from_pretrained` does. Only
-            types that transformers has another class of, for text alone, differ by it.
-        link_gbps: of the link to the device; default that of `gpu`, or PCIe 4 x16.
-        compute_tflops: of the device; default that of `gpu`, or an ordinary card.
+        max_tokens: token slots of the pool, which take precedence over resident layers; default
+            those of `batch` sequences of `length` tokens, and all room beside resident layers.
+        growth_step: pages are allocated so many tokens at a time, as in `CacheConfig`; the plan has
+            room for all of them.
+        images: plan for the class that takes images, as `LayerStreamer.from_pretrained` does. It
+            matters only for types that have another class in transformers for text alone.
+        link_gbps: the speed of the link to the device; default that of `gpu`, or PCIe 4 x16.
+        compute_tflops: the speed of the device; default that of `gpu`, or of an ordinary card.
         gpu: a known card, such as `RTX 4090`; `pagedkv plan --gpu list` names them.
         ranks: processes under `torchrun` among which transformers shares out the model. Each has a
             device of its own, and all sizes are of one of them. Nothing streams then.
-        pack_weights: as for `BatchGenerator`, True or `int8`, on a CPU: packed weights take their
-            room, and nothing streams.
+        pack_weights: as for `BatchGenerator`, True or `int8`, on a CPU: packed weights are counted,
+            and nothing streams.
         expert_slots: experts of a layer that stay while others are read as tokens are routed to
-            them; 0 streams whole layers. Default: on a CPU of Linux, what decodes `batch`
-            sequences soonest; else 0.
+            them; 0 streams whole layers. Default: on a CPU under Linux, the count that decodes
+            `batch` sequences fastest; else 0.
         expert_gbps: the speed of reading experts alone, at most the link's; default half of it.
         device: `cuda` or `cpu`.
 
     Raises:
         BudgetExceeded: it does not fit; the message and `advice` name a change that does.
         UnsupportedModelError: pages cannot serve the model, or it cannot be shared out like this.
-        CheckpointError: the folder is not what it has to be.
+        CheckpointError: the folder is no valid checkpoint.
         ImportError: there is a configuration alone, and transformers, which weighs it, is missing.
     """
     if device not in ("cuda", "cpu"):
@@ -139,7 +139,7 @@ def plan_memory(
         expert_gbps=_rate("expert_gbps", expert_gbps, 0.0),
         least_slots=shape.experts.per_token if shape.experts else 0,
     )
-    share = 1.0 if shape.unpacked else ALONE  # unpacking takes as long, however they are read
+    share = 1.0 if shape.unpacked else ALONE  # unpacking limits both ways of reading
     gbps = min(asked.link_gbps, asked.expert_gbps or share * asked.link_gbps)
     asked = replace(asked, expert_gbps=gbps)
     _require_experts(shape, asked)
@@ -169,7 +169,7 @@ def plan_memory(
 
 
 def _tried(shape: ModelShape, asked: Asked) -> MemoryPlan | None:
-    """The plan of this request, if there is one."""
+    """Returns the plan of this request, if there is one."""
     try:
         return _plan(shape, asked)
     except (Short, ValueError, UnsupportedModelError):  # pools have no more than 2**31 slots
@@ -177,7 +177,7 @@ def _tried(shape: ModelShape, asked: Asked) -> MemoryPlan | None:
 
 
 def _plan(shape: ModelShape, asked: Asked) -> MemoryPlan:
-    """The plan.
+    """Makes the plan of a request.
 
     Raises:
         Short: there is none.
@@ -203,7 +203,7 @@ def _plan(shape: ModelShape, asked: Asked) -> MemoryPlan:
 
 
 def _pool(costs: Costs, placement: Placement) -> int:
-    """Token slots of the pool: what is asked for, or all that is left."""
+    """Returns the token slots of the pool: those asked for, or all that have room."""
     asked, page = costs.asked, costs.asked.page_size
     if asked.max_tokens:
         return asked.wanted
@@ -234,12 +234,12 @@ def _hold(costs: Costs, placement: Placement) -> tuple[tuple[int, ...], bool]:
 
 
 def _chunks(shape: ModelShape) -> list[int]:
-    """The tokens of the chunks of layers that have such."""
+    """Lists the tokens of a chunk of each layer that has chunks."""
     return [kind.window for kind in shape.settings.kinds if kind.chunked]
 
 
 def _require_experts(shape: ModelShape, asked: Asked) -> None:
-    """Raises for slots of experts that the model has not, or that cannot be."""
+    """Raises for slots of experts that the model or the other arguments do not allow."""
     slots, experts = asked.expert_slots, shape.experts
     if slots is None:
         return

@@ -1,8 +1,8 @@
-"""A job cut into shards: each prefix in as few of them as can be, about equal work in each.
+"""Cuts a job into shards of about equal work, with each prefix in as few shards as possible.
 
-In the order of their token ids, prompts that share a prefix stand together, and what a prompt
-shares with any before it, it shares with the one just before. So a shard is a stretch of that
-order, and a cut costs what is shared across it, which the second shard has to compute again.
+In the order of their token ids, prompts that share a prefix stand together, and a prompt shares as
+much with the one just before as with any earlier one. So a shard is a stretch of that order, and a
+cut costs the tokens shared across it, which the second shard has to compute again.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy as np
 
 from pagedkv.arrays import Ints
 
-SLACK = 0.05  # by which a shard may outgrow the least possible, where a cut costs less there
+SLACK = 0.05  # a shard may exceed the least possible size by this, for a cheaper cut
 
 
 def split_by_prefix(
@@ -25,18 +25,18 @@ def split_by_prefix(
 ) -> list[list[int]]:
     """Cuts a job into shards that share no more prefixes than they must.
 
-    It follows from the arguments alone, so every process that asks gets the same shards. For texts
-    and chats, give the ids that the tokenizer or the chat template makes of them.
+    The shards follow from the arguments alone, so every process gets the same. For texts and chats,
+    give the ids that the tokenizer or the chat template makes of them.
 
     Args:
         prompts: token ids of every prompt.
         n: how many shards.
-        new_tokens: tokens that each prompt is going to get, or one number for all; of several
-            samples their sum.
+        new_tokens: tokens that each prompt is going to get, or one number for all; the sum, for
+            several samples.
 
     Returns:
         The indices of the prompts of each shard, in an order in which prefixes stand together. With
-        fewer prompts than shards some are empty.
+        fewer prompts than shards, some shards are empty.
 
     Raises:
         ValueError, TypeError: an argument is not as described; the message names it.
@@ -75,12 +75,12 @@ def _packed(ids: Sequence[int], index: int) -> bytes:
 
 
 def packed(ids: Sequence[int]) -> bytes:
-    """Token ids as bytes that sort as they do, a tenth of the size of a list."""
+    """Packs token ids into bytes that sort like the ids, a tenth of the size of a list."""
     return struct.pack(f">{len(ids)}I", *ids)
 
 
 def shards_of(keys: Sequence[bytes], n: int, new_tokens: Ints | Sequence[int]) -> list[Ints]:
-    """Indices of each shard, of prompts that are `packed`."""
+    """Returns the indices of each shard's prompts, for prompts that are `packed`."""
     order = np.array(sorted(range(len(keys)), key=keys.__getitem__), dtype=np.int64)
     shared = shared_before([keys[i] for i in order])
     lengths = np.fromiter((len(key) // 4 for key in keys), np.int64, len(keys))[order]
@@ -89,10 +89,10 @@ def shards_of(keys: Sequence[bytes], n: int, new_tokens: Ints | Sequence[int]) -
 
 
 def shared_before(keys: Sequence[bytes]) -> Ints:
-    """Tokens that each prompt finds computed by those before it, of prompts in their order."""
+    """Counts the tokens of each prompt that earlier ones have computed, for prompts in order."""
     shared = np.zeros(len(keys), dtype=np.int64)
     for i, (before, key) in enumerate(pairwise(keys), start=1):
-        size = min(len(before), len(key) - 4)  # the last token is computed, its logits are wanted
+        size = min(len(before), len(key) - 4)  # the last token is always computed, for its logits
         if before[:size] != key[:size]:
             x, y = (np.frombuffer(each, np.uint32, size // 4) for each in (before, key))
             shared[i] = (x != y).argmax()
@@ -102,7 +102,7 @@ def shared_before(keys: Sequence[bytes]) -> Ints:
 
 
 def own_tokens(prompts: Sequence[Sequence[int]]) -> list[int]:
-    """Tokens of each prompt that are computed for it, where all that can be shared is."""
+    """Counts the tokens of each prompt that are computed for it, if all shared ones are shared."""
     keys = [packed(ids) for ids in prompts]
     order = sorted(filter(keys.__getitem__, range(len(keys))), key=keys.__getitem__)
     own = [0] * len(keys)
@@ -112,23 +112,23 @@ def own_tokens(prompts: Sequence[Sequence[int]]) -> list[int]:
 
 
 def _cuts(whole: Ints, shared: Ints, n: int) -> list[int]:
-    """Where shards 1 to n - 1 begin.
+    """Returns where shards 1 to n - 1 begin.
 
-    First the least size is found that the largest shard can have. Then each cut is made where least
-    is shared across it, so that no shard outgrows that size by more than `SLACK`.
+    First it finds the least size that the largest shard can have. Then it makes each cut where the
+    least is shared across it, so that no shard exceeds that size by more than `SLACK`.
 
     Args:
-        whole: work of each prompt if it is computed alone.
-        shared: how much of it the prompt before has computed.
+        whole: the work of each prompt if it is computed alone.
+        shared: how much of this work the prompt before has done.
     """
     rows = len(whole)
-    # Work of the prompts a to b - 1 in one shard: ends[b] - begins[a]. It is never more without a,
-    # for what a shares with the next is no more than a's own; so both rise, and bisection serves.
+    # The work of prompts a to b - 1 in one shard is ends[b] - begins[a]. Without a it is never
+    # more, for a shares no more with the next than its own work; so both rise, and bisection works.
     ends = np.concatenate([[0], np.cumsum(whole - shared)]).tolist()
     begins = [end - each for end, each in zip(ends, shared.tolist())]
 
     def last(begin: int, size: int) -> int:
-        """Where a shard that begins here ends at the latest."""
+        """Returns where a shard that begins here ends at the latest."""
         return rows if begin >= rows else bisect_right(ends, begins[begin] + size) - 1
 
     def fits(size: int) -> bool:
@@ -138,7 +138,7 @@ def _cuts(whole: Ints, shared: Ints, n: int) -> list[int]:
         return end == rows
 
     def firsts(size: int) -> list[int]:
-        """Where shards must begin at the earliest for the rest to fit."""
+        """Returns where shards begin at the earliest, if all behind have to fit."""
         found = [rows]
         for _ in range(n - 1):
             found.append(bisect_left(begins, ends[found[-1]] - size, 0, found[-1]))

@@ -1,4 +1,4 @@
-"""How long a pass takes: the slowest of what moves and what is computed at the same time."""
+"""Estimates how long a pass takes: moving and computing overlap, and the slowest counts."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ class Machine:
     """Rates of a machine.
 
     Attributes:
-        link_gbps: of the link to the device.
-        memory_gbps: of the device's own memory.
-        compute_tflops: of its arithmetic.
-        alone: of experts that are read alone, as a share of the link's.
+        link_gbps: the rate of the link to the device.
+        memory_gbps: the rate of the device's own memory.
+        compute_tflops: the rate of its arithmetic.
+        alone: the rate of experts that are read alone, as a share of the link's.
     """
 
     link_gbps: float
@@ -26,7 +26,7 @@ class Machine:
 
 
 def streamed_bytes(shape: ModelShape, placement: Placement) -> int:
-    """Bytes that cross the link in each pass; without experts that come as they are asked for."""
+    """Counts the bytes that cross the link in each pass, without experts that are read alone."""
     away = placement.streamed(len(shape.layers))
     head = 0 if placement.head else shape.head_bytes
     return sum(shape.layer(i, placement.expert_slots) for i in away) + head
@@ -43,12 +43,12 @@ def seconds_of_pass(
 ) -> float:
     """Returns the seconds of a pass over `tokens`.
 
-    Weights arrive while others compute. Experts that are asked for alone do not: what a layer lacks
-    is known as it computes, so the pass waits.
+    Weights of a layer arrive while others compute. Experts that are read alone do not: only as a
+    layer computes is it known which it lacks, so the pass waits.
 
     Args:
-        disk_bytes: those of the streamed bytes that come from a disk.
-        disk_gbps: its rate; without it they come as fast as the link takes them.
+        disk_bytes: how many of the streamed bytes come from a disk.
+        disk_gbps: the disk's rate; by default as fast as the link takes them.
         held_experts: bytes of experts in pinned host memory, which the link brings at its own rate.
     """
     link, disk = streamed_bytes(shape, placement), disk_bytes

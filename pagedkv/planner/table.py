@@ -1,4 +1,4 @@
-"""A plan as text: first what a person asks, then where the bytes are."""
+"""Prints a plan as text: first the answers that people ask for, then where the bytes are."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def _not_streamed(plan: Outcome) -> list[str]:
 
 
 def _by_experts(plan: Outcome) -> str:
-    """Says how many bytes stream where experts are read as tokens are routed to them."""
+    """Says how many bytes stream if experts are read as tokens are routed to them."""
     rest = f" beside {readable(plan.streamed_bytes)} of the rest" if plan.streamed_bytes else ""
     return (
         "it fits by reading experts as tokens are routed to them: "
@@ -141,7 +141,7 @@ def _number(value: float) -> str:
 
 
 def _assumed(plan: Outcome) -> list[str]:
-    """The machine that the tokens a second are of."""
+    """Describes the machine for which tokens a second were estimated."""
     speed = f"{plan.memory_gbps:g} GB/s of memory, {plan.compute_tflops:g} TFLOPS"
     experts = plan.expert_gbps if plan.expert_slots else 0.0
     if plan.device == "cpu":
@@ -160,7 +160,7 @@ def _assumed(plan: Outcome) -> list[str]:
 def _rows(
     title: str, budget: int | None, items: dict[str, int], notes: dict[str, str]
 ) -> list[str]:
-    """The items of one budget that are not empty, their sum or what is left."""
+    """Lists the items of one budget that are not empty, and their sum or what is left."""
     total = sum(items.values())
     whole = total if budget is None else budget
     unit, power, digits = ("GiB", 30, 2) if whole >= 1 << 30 else ("MiB", 20, 1)
@@ -233,7 +233,7 @@ def _host_notes(plan: Outcome) -> dict[str, str]:
 
 
 def _advice(plan: Outcome) -> list[str]:
-    """Returns advice on what would serve better than this plan; empty if nothing is known to."""
+    """Returns advice on what would serve better than this plan; empty if there is none."""
     found = []
     if plan.cache.larger_than_int8:
         sizes = plan.cache.larger_than_int8.partition(":")[0]
