@@ -70,8 +70,8 @@ def among_few(processors: Sequence[Any], scores: Tensor, width: int) -> Candidat
     """Returns what processors leave of the `width` best scores of each row of `[m, vocab]`.
 
     A row is unsure if `top_k` leaves all candidates, as others may have the same score. On a CPU
-    it is also unsure if a later rule drops some of several equal scores: there it depends on how
-    many are sorted which of them are dropped.
+    it is also unsure if a later rule drops some of several equal scores: there the number of sorted
+    scores decides which of them.
     """
     ids = scores.topk(width, sorted=False).indices.sort(-1).values
     few, left = scores.gather(1, ids), None

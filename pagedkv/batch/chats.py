@@ -89,7 +89,7 @@ def chat_ids(tokenizer: Any, messages: list[Any], told: Told) -> list[int]:
 
 
 def end_of(messages: Any) -> dict[str, bool]:
-    """Makes the template continue a last message of the assistant, or else begin its turn."""
+    """Returns options by which a template continues a last assistant message, or begins one."""
     goes_on = bool(messages) and messages[-1].get("role") == "assistant"
     return {"continue_final_message" if goes_on else "add_generation_prompt": True}
 

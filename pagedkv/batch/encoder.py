@@ -52,7 +52,7 @@ class PromptEncoder:
             return each
 
     def coming(self, prompts: Iterable[Prompt], chats: Iterable[Any]) -> Iterator[Ints | Unread]:
-        """Encodes prompts one after another as they come; what is no prompt is its row's error."""
+        """Encodes prompts one by one as they come; another value becomes its row's error."""
         each = iter(chats)
         for place, prompt in enumerate(prompts):
             told = next(each, ENDED)

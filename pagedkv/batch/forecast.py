@@ -38,8 +38,8 @@ class Forecast:
         stats: the generator's `stats` of the call.
         rows: returns the rows that run; called once for each forecast.
         limits: tokens that each prompt's rows may get.
-        prompts: tokens of each prompt that have to be computed, without those that another has in
-            common with it; None where nobody has read it yet.
+        prompts: tokens of each prompt that have to be computed, without those that it shares with
+            another; None for a prompt that was not read yet.
         samples: rows of each prompt.
     """
 

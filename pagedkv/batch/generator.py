@@ -83,12 +83,12 @@ class BatchGenerator:
             part of the model's time, and many of its tokens are right.
         pack_weights: on a CPU, multiply with weights that are packed into blocks once, instead of
             in every step. It takes at most as many bytes again as the weights of linear layers, and
-            gains the more, the fewer tokens a step has; see docs/generate.md. `auto` packs if that
-            takes at most half of the free memory, or what `plan` counts for it. A model that cannot
-            be packed runs as it is; with True a warning says so. `int8`, in float32, rounds weights
-            (not those of embeddings and head) and what they are multiplied with to 8 bits: it takes
-            half the bytes again, answers are not quite the model's, and prefixes are shared only
-            among generators with `int8`.
+            gains more if a step has fewer tokens; see docs/generate.md. `auto` packs if that takes
+            at most half of the free memory, or what `plan` counts for it. A model that cannot be
+            packed runs as it is; with True a warning says so. `int8`, in float32, rounds weights
+            (except embeddings and head) and their inputs to 8 bits: it takes half the bytes again,
+            answers are not quite the model's, and prefixes are shared only among generators with
+            `int8`.
         batch_invariant: on a CPU, give a row the same bits alone and in any batch, in steps of any
             width and pages of any size, in float32 and bfloat16; refused where that cannot be. See
             docs/howto/rollouts.md for what it costs.

@@ -171,6 +171,6 @@ class DecodeGraphs:
 
 
 def padded_size(rows: int, most: int) -> int:
-    """Returns the rows of a graph for `rows`: few sizes, of which less than a fifth is empty."""
+    """Returns the rows of a graph for `rows`, out of few sizes: less than a fifth stays empty."""
     step = 1 << max(0, (rows - 1).bit_length() - 3)
     return min(-(-rows // step) * step, most)

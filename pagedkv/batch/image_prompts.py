@@ -18,7 +18,7 @@ class ImagePrompt:
 
     Attributes:
         ids: `[n]`, the ids of the prompt.
-        text: `[n]`, the ids, but for an image token a number made from its image.
+        text: `[n]`, the ids, with a number made of its image in place of each image token.
         inputs: what a processor made of the prompt beside its ids.
         places: `[m]`, where image tokens are.
         positions: `[axes, n]` of its tokens; None if these are counted like text.

@@ -110,7 +110,7 @@ class PackedModel:
         try:
             accepted = _require_packable(model)
             # Weights that must be packed are packed before pages are made, because pages take a
-            # share of what is left; with "auto" after, because pages of a caller go first.
+            # share of what is left; with "auto" after, so that pages of a caller go first.
             asked = bool(pack_weights) and pack_weights != "auto"
             asked = asked or batch_invariant
             bits = 8 if pack_weights == "int8" else 16

@@ -28,7 +28,7 @@ class PackedCache(ForwardCache):
 
     def __init__(self, model: PreTrainedModel, kv: PagedKVCache) -> None:
         self.model, self.kv = model, kv
-        # Packed rows get no mask of a past, but models that write attention out make a bias of one.
+        # No mask needs a past here, but the bias of models that write attention out needs one.
         self.seen = int(self.is_written)
         self.is_placed = not self.is_written or takes_positions(model, device_of(model))
         self.forward_layer, self.attended_again = -1, 0

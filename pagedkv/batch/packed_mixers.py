@@ -102,7 +102,7 @@ class MixerCall:
         return last
 
     def _arguments(self, group: RowGroup) -> tuple[Any, dict[str, Any]]:
-        """Returns the mixer's arguments with a group's rows and states instead of the packed."""
+        """Returns the mixer's arguments with a group's rows and states in place of packed ones."""
         view = self.view(self._states_of(group))
         self.views.append(view)
 

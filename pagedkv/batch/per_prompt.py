@@ -35,7 +35,7 @@ def in_step(value: Any) -> Iterable[Any] | None:
 
 
 def values_of(name: str, value: Any, prompts: int | None) -> Iterable[Any] | None:
-    """Returns an option's values if it has one for each prompt; checks those of a known number."""
+    """Returns an option's values if it has one for each prompt, checked if `prompts` is known."""
     values = in_step(value)
     if prompts is None or (values is None and not isinstance(value, (np.ndarray, Tensor))):
         return values

@@ -51,7 +51,7 @@ class PromptQueue:
 
     Attributes:
         known: as given.
-        error: what reading raised; nothing is read after it.
+        error: the error that reading raised; nothing is read after it.
         is_over: whether nothing more is read.
     """
 
@@ -65,7 +65,7 @@ class PromptQueue:
         self.error: Exception | None = None
 
     def read(self, most: int) -> None:
-        """Reads on until `most` prompts wait here, or a step goes first."""
+        """Reads on until `most` prompts wait here, or it is time for a step."""
         begun = perf_counter()
         while len(self._read) < most and not self.is_over:
             self._try_one()

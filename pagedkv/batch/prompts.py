@@ -62,7 +62,7 @@ class Unread:
     Args:
         prompt: a mapping with `input_ids`, one with `text` and `images` or `audio`, or chat
             messages.
-        processor: makes ids of all but the first; None if there is none.
+        processor: makes ids of a prompt without `input_ids`; None if there is none.
         told: what the chat template is told.
     """
 

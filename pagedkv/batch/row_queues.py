@@ -40,7 +40,7 @@ class RowQueues:
         waiting: rows without one, in the order in which they join.
         ended: rows that have finished or failed since this list was last taken.
         is_changed: whether the next step may decode other rows than the latest one.
-        turn: the job's turn on the pages, which threads take in turns.
+        turn: the job's turn on the pages, which threads share.
     """
 
     def __init__(

@@ -65,7 +65,7 @@ class Row:
         self.rules: Any = None  # `Rules`, and what `sampling.py` uses beside
         self.tokens: list[int] = []
         self.length = len(prompt)
-        self.key = prompt.tobytes()  # orders rows by what they have in common
+        self.key = prompt.tobytes()  # sorts rows that begin alike side by side
         self.logprobs: list[float] = []
         self.cached_tokens = 0
         self.finish_reason: str | None = None

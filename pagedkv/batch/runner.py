@@ -5,7 +5,7 @@ fed from the device, and the host reads, applies stopping rules and books while 
 A row that turns out to have ended has computed one token too many, which is dropped.
 
 Where tokens are drafted, a step computes a row's last token and its draft. The row then gets one
-token after the other by its own rules, as long as the last one is what was drafted.
+token after the other by its own rules, as long as each equals its draft.
 """
 
 from __future__ import annotations

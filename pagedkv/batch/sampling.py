@@ -54,7 +54,7 @@ class RowRules:
         self.is_plain = self.generator is None and not self.processors  # the largest logit wins
         by_text = self.by_text or self.alike is None
         self.looks_back = bool(self.processors) and by_text  # a processor reads ids
-        self.follows = self.ids is not None or bool(self.criteria)  # token by token
+        self.follows = self.ids is not None or bool(self.criteria)  # each token is read
 
     def text(self, length: int) -> Tensor | None:
         """Returns the first `length` ids `[1, length]`; None if they are not kept."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-FADE = 0.995  # the weight of a step falls to this with each later one: the last 140 have half of it
+FADE = 0.995  # weight of a step when another has followed: the last 140 have half of all weight
 # While all steps have about equally many tokens, a step's constant is guessed to be the time of
 # BASE tokens. The guess weighs as much as steps whose tokens differ by a tenth.
 BASE, FIRM = 64, 0.1**2

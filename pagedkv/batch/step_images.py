@@ -112,7 +112,7 @@ class StepImages:
         return self.vision.features(ids, inputs, places, images.positions, cache)
 
     def inputs(self, batch: Batch) -> Inputs | None:
-        """Returns the arguments of a step's forward; None if those of a step of text are right."""
+        """Returns the arguments of a step's forward; None if the step's ids and positions do."""
         if all(row.images is None for row in batch.rows):
             return None
         step, parts = batch.step, _parts(batch)

@@ -61,7 +61,7 @@ class _Attachment:
 class _Original:
     """An attribute of an attached model that makes its copies unattached.
 
-    Nobody would detach an attached copy or know its former attention, as in another process.
+    Nobody would detach an attached copy, or know its former attention, least so in another process.
     """
 
     def __init__(self, config: Any, state: _Attachment) -> None:

@@ -76,7 +76,7 @@ def weights_for(
         return None
     try:
         return packed_weights(model)
-    except (MemoryError, RuntimeError) as error:  # a limit that nobody could see before
+    except (MemoryError, RuntimeError) as error:  # a limit of memory that could not be foreseen
         if isinstance(error, RuntimeError) and "alloc" not in str(error):  # torch's word for it
             raise
         warn(f"pack_weights: {type(model).__name__} runs unpacked: {error}")
@@ -193,7 +193,7 @@ class PackedWeights(StandIns):
             assert isinstance(layer, nn.Linear)
             seen, forward = now[f"{path}.weight"], before.pop(layer, None)
             if forward is None or not forward.seen.is_same(seen):
-                forward = None  # its bytes go before new ones come
+                forward = None  # frees its bytes before new ones are taken
                 made = packed.get(id(layer.weight))
                 if made is None:
                     exact = whole is None or id(layer.weight) in whole

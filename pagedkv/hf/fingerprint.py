@@ -29,7 +29,7 @@ from .shards import of_rank
 from .snapshot import Snapshot, is_stale, snapshot
 
 ROW = 8256  # bytes of a row; no power of two, so that a column falls into different cache sets
-# Bytes at a time: few on a CPU, whose cache keeps them between two sums, many on a card's launch.
+# Bytes at a time: so few stay in a CPU's cache between two sums; a card's launch takes many.
 AT_ONCE = {"cpu": 192 * ROW, "cuda": 8192 * ROW}
 # Fields of a configuration that name a model or say how it is called, not what it computes.
 UNTOLD = re.compile(

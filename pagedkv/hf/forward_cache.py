@@ -96,7 +96,7 @@ class ForwardCache(Cache):
 
     @cached_property
     def is_written(self) -> bool:
-        """Whether the model's layers write attention out, instead of calling an interface."""
+        """Whether the model's layers write attention out, instead of calling a function for it."""
         return facts_of(text_config(self.model).model_type).written
 
     @cached_property

@@ -79,7 +79,7 @@ def device_of(model: PreTrainedModel) -> torch.device:
 def dtype_of(model: PreTrainedModel) -> torch.dtype:
     """The dtype in which a model's K and V reach attention now: autocast makes it another one.
 
-    Latents and states pass modules that autocast leaves as they are: there it is refused later.
+    For latents and states it stays the model's, as some modules escape autocast; it is refused.
     """
     place = device_of(model).type
     if not torch.is_autocast_enabled(place):

@@ -1,4 +1,4 @@
-"""Computes RMS norms of a model on a CPU by one call in C, where tests show that it is the same.
+"""Computes RMS norms of a model on a CPU by one call in C, where a trial shows the same results.
 
 A norm is recognised by what it computes, not by its name or class: a copy of the module computes
 some rows, and float64 gives the bounds of every right result in float32, roundings included.

@@ -105,7 +105,7 @@ def new_tokens(
                 f"attention_mask: expected [{batch}, {total}], got {list(mask.shape)}: the "
                 f"cache holds {seen} tokens already, pass these and at least one more"
             )
-        real = mask.cpu().numpy()  # a forward's only wait for the device
+        real = mask.cpu().numpy()  # the only read of a forward
         real = None if real.all() else real
     past = np.ones((batch, seen), bool) if real is None else real[:, :seen]
     stored = np.ones_like(past) if kept is None else kept

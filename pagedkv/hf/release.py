@@ -21,7 +21,7 @@ OLDEST, NEWEST = "5.17.0", "5.24.0"  # releases that the tests run with, see doc
 NAMES = ("cache", "past_key_values")
 
 
-# The word of `generate`, and of errors about what a caller gave it.
+# The word that `generate` takes; errors about its arguments use it.
 _TAKEN = inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters
 CACHE: str = next((name for name in NAMES if name in _TAKEN), NAMES[0])
 # Before 5.24 layers with gradient checkpointing took no cache in training, even without gradients.

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-POSITION = 7  # of the token that is tried; a model that counts by itself begins at 0
+POSITION = 7  # given for a token that is tried; a model that counts by itself begins at 0
 
 
 def parameters_of(model: Any) -> set[str]:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from .snapshot import Seen
 
-_SITES = Lock()  # of all models: packed weights of two kinds may come and go at once
+_SITES = Lock()  # one for all models: two kinds of packed weights may come and go at once
 
 
 def is_its_own(module: nn.Module) -> bool:

@@ -22,7 +22,7 @@ from .model import device_of
 UNKNOWN = -1
 ALONE = -2  # a token with different positions on its axes, which is equal to no other
 WAITING = 256  # most forwards whose ids stay on their device
-# Tensors that a forward may be given beside its text; any other may be part of the text: an image.
+# Tensors that a forward may be given beside its text; others, such as images, may be part of it.
 BESIDE_TEXT = {"attention_mask", "position_ids", "cache_position", "logits_to_keep"}
 TYPES = ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids")
 # Names of ids that may stand for something else, such as an image; bounds and padding do not.
@@ -222,7 +222,7 @@ def types_of(arguments: Mapping[str, Any], names: Sequence[str], columns: int) -
 
 
 def beside_ids(given: Any, accepted: Iterable[str]) -> dict[str, Any]:
-    """Returns a processor's values beside ids that the model accepts, such as images."""
+    """Returns a processor's values that the model accepts beside ids, such as images."""
     if not isinstance(given, Mapping):
         return {}
     names = [name for name in given if name in accepted and name not in ("input_ids", *BESIDE_TEXT)]

@@ -73,8 +73,7 @@ class Model:
 
         Args:
             model: a configuration (dict or object), a folder, an id on the hub, an open checkpoint,
-                or a model in memory. The class of a configuration alone fills in what it leaves
-                out.
+                or a model in memory. Its class fills in what a configuration alone leaves out.
 
         Raises:
             UnsupportedModelError: pages cannot serve it.

@@ -249,7 +249,7 @@ def weights_of(model: PreTrainedModel) -> list[Weight]:
 
 
 def _kept(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """What checkpoints keep of a model, by name: parameters, then buffers; some several times."""
+    """Returns by name the tensors that checkpoints hold: parameters, then buffers; some twice."""
     kept: dict[str, Any] = model.state_dict(keep_vars=True)
     return dict(sorted(kept.items(), key=lambda item: not isinstance(item[1], nn.Parameter)))
 

@@ -110,7 +110,7 @@ def _fewer_slots(asked: Asked, fits: Callable[[Asked], bool]) -> dict[str, int |
 
 
 def _more_ranks(asked: Asked, fits: Callable[[Asked], bool]) -> dict[str, int | str]:
-    """Finds the next power of two of processes that fits, if several share the model already."""
+    """Finds more processes that fit, a power of two, if several share out the model already."""
     ranks = asked.ranks
     while 1 < ranks < MOST_RANKS:
         ranks = 1 << ranks.bit_length()

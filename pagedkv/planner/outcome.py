@@ -87,7 +87,7 @@ class Outcome(Given):
 
     @property
     def step_tokens(self) -> int:
-        """Tokens of one pass, at most: what activations are planned for."""
+        """The most tokens of one pass, for which activations are planned."""
         return self.placement.step_tokens
 
     @property

@@ -18,8 +18,8 @@ class MemoryPlan(Outcome):
         placement: what stays on the device, and how wide a pass is.
         batch: sequences that it was made for.
         length: tokens of each sequence.
-        host_layers: layers that stream from host memory, which holds them for good, on a card also
-            with experts that come alone; the others are read from disk in every pass.
+        host_layers: layers whose streamed parts host memory holds for good, on a card also their
+            experts that come alone; other layers are read from disk in every pass.
         head_in_host: whether host memory holds the head as well.
         ring_slot: bytes of a slot of the ring; 0 without one.
         device_bytes: bytes on the device, by item.

@@ -41,7 +41,7 @@ INSIDE = {
         num_queries open_step packed paged position_ids require_own require_usable shared_layers
         slopes told_places turn unpacked update update_dense""",
     "AttentionPlan": "check_pages check_slots once",
-    "BatchGenerator": "running",
+    "BatchGenerator": "running tokenizer",
 }
 
 

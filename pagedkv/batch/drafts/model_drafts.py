@@ -1,7 +1,7 @@
 """Drafts by a smaller model, for all rows of a job in one batch.
 
-A decoding row has a sequence in the pages of the draft model. The first step of a turn feeds this
-sequence what it lacks of the row's text, a prompt in chunks; each further step feeds one draft.
+A decoding row has a sequence in the pages of the draft model. The first step of a turn feeds it the
+tokens of the row's text that it lacks, a prompt in chunks; each further step feeds one draft.
 Drafts that turned out wrong are cut off when the row's next draft is asked for.
 
 A draft is chosen as the row itself chooses: greedily, or with the very numbers that the row is
@@ -187,7 +187,7 @@ class ModelDrafts:
         row = follower.row
         since = row.since(follower.length)
         right = _agreeing(follower.drafted, since)
-        # Drafts that were verified brought the row a token more than were right; dropped ones not.
+        # Verified drafts bring the row one token more than were right; otherwise they were dropped.
         if follower.drafted and right < len(since):
             follower.pace.learn(len(follower.drafted), right)
             self._right += right

@@ -88,7 +88,7 @@ class Lookups:
             self._of.pop(row, None)
 
     def close(self) -> None:
-        """Holds nothing that outlasts it."""
+        """Does nothing: there is nothing to give back."""
 
     def close_later(self) -> None:
-        """Holds nothing that outlasts it."""
+        """Does nothing: there is nothing to give back."""

@@ -161,8 +161,8 @@ class Events(Iterator[Event]):
 
         Raises:
             RuntimeError: another thread is in a step.
-            Exception: what ends the steps of all rows, such as an error of the model's forward. The
-                events are closed then.
+            Exception: an error that ends the steps of all rows, such as one of the model's forward.
+                The events are closed then.
         """
         if not self._reading.acquire(blocking=False):
             raise RuntimeError("events: another thread reads them")

@@ -40,7 +40,7 @@ class Event(NamedTuple):
 class Request:
     """One prompt that was added, and its row.
 
-    Any thread may call what is here.
+    Any thread may call its methods.
 
     Attributes:
         index: how many prompts were added before it.
@@ -82,7 +82,7 @@ class Request:
         Raises:
             RuntimeError: this thread reads them, and would wait for itself.
             TimeoutError: it takes longer than `timeout` seconds.
-            Exception: what ended the steps of all rows.
+            Exception: the error that ended the steps of all rows.
         """
         if not self.is_over and self._reader() == get_ident():
             raise RuntimeError("wait: this thread reads the events; go on reading them instead")

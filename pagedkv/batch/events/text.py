@@ -17,7 +17,7 @@ class Text:
     """Decodes tokens that come one after another into pieces of text that stay as they are.
 
     Args:
-        tokenizer: of transformers; None gives empty text.
+        tokenizer: a tokenizer of transformers; None gives empty text.
         stops: strings that end the text. A piece that may become one is held back.
     """
 
