@@ -78,7 +78,7 @@ def rendered(by: Any, messages: Any, told: Told, **how: Any) -> Any:
         how: arguments for the form of the result.
     """
     require_known(by, told)
-    ends = {} if told.keys() & {*ENDS} else end_of(messages)
+    ends = {} if told.keys() & {*ENDS} else end_options(messages)
     return by.apply_chat_template(messages, **ends, **told, tokenize=True, **how)
 
 
@@ -88,7 +88,7 @@ def chat_ids(tokenizer: Any, messages: list[Any], told: Told) -> list[int]:
     return ids
 
 
-def end_of(messages: Any) -> dict[str, bool]:
+def end_options(messages: Any) -> dict[str, bool]:
     """Returns options by which a template continues a last assistant message, or begins one."""
     goes_on = bool(messages) and messages[-1].get("role") == "assistant"
     return {"continue_final_message" if goes_on else "add_generation_prompt": True}

@@ -8,7 +8,7 @@ import torch
 
 from pagedkv.errors import UnsupportedModelError
 from pagedkv.hf.cache import PagedCache
-from pagedkv.hf.likeness import LENGTHS, NEW, Rows, Truth, held, recorded
+from pagedkv.hf.likeness import LENGTHS, NEW, Rows, Truth, compared, recorded
 from pagedkv.hf.look import PAGES
 from pagedkv.hf.model import named_model, text_config
 from pagedkv.models.seen import seen_of
@@ -43,11 +43,11 @@ def require_like_alone(packed: PackedModel, unknown: str | None) -> None:
             f"{named_model(model)} cannot run packed rows: no list knows its type, and it was "
             'tried with `PagedCache` alone; `unknown="check"` tries packed rows'
         )
-    held(model, partial(_hold, packed))
+    compared(model, partial(_compare, packed))
     seen.is_packed = True
 
 
-def _hold(packed: PackedModel, truth: Truth) -> None:
+def _compare(packed: PackedModel, truth: Truth) -> None:
     """Compares packed rows with rows alone; the first prompt is cut in two, the others are not."""
 
     def give() -> Rows:

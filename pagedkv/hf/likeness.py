@@ -232,18 +232,18 @@ def distance(ours: Tensor, theirs: Tensor) -> float:
     return apart / size if size else apart
 
 
-def held(model: PreTrainedModel, hold: Callable[[Truth], None]) -> Truth:
+def compared(model: PreTrainedModel, compare: Callable[[Truth], None]) -> Truth:
     """Compares a model with its truth, which is returned.
 
     Args:
-        hold: compares; raises UnsupportedModelError. In 16 bits a rounding may choose another
+        compare: compares; raises UnsupportedModelError. In 16 bits a rounding may choose another
             expert, so it is called again with other texts: a wrong model is wrong with any.
     """
     left = 1 if model.dtype == torch.float32 else DRAWS
     while True:
         truth = Truth(model, seed=left)
         try:
-            hold(truth)
+            compare(truth)
             return truth
         except UnsupportedModelError:
             left -= 1

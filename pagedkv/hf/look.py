@@ -23,7 +23,7 @@ from pagedkv.models.states import Tensors
 from pagedkv.ranks import ranks_of
 
 from .adapters import without_adapters
-from .likeness import COMMON, Rows, Truth, held, refusal
+from .likeness import COMMON, Rows, Truth, compared, refusal
 from .model import (
     UNKNOWN,
     device_of,
@@ -92,7 +92,7 @@ def look_at(model: PreTrainedModel, over: Any) -> str | None:
     forget(text)
     remember(text, found := _seen(model, dtype))
     try:
-        truth = held(model, partial(_hold, over))
+        truth = compared(model, partial(_compare, over))
     except BaseException:
         forget(text)
         raise
@@ -161,7 +161,7 @@ def _state_of(layer: Any) -> Tensors | None:
     return tuple(found)
 
 
-def _hold(over: Any, truth: Truth) -> None:
+def _compare(over: Any, truth: Truth) -> None:
     """Compares rows alone, forks and padded rows in pages with transformers' cache."""
 
     def new() -> Any:

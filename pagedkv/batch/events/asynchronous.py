@@ -49,7 +49,7 @@ class AsyncRequest:
         event = self._unread.popleft()
         if self._is_paused and len(self._unread) <= MOST_UNREAD // 2:
             self._is_paused = False
-            self.request.wish(self.request, "resume")
+            self.request.tell(self.request, "resume")
         return event
 
     async def wait(self) -> Result:
@@ -69,7 +69,7 @@ class AsyncRequest:
         self._is_over = event.finish_reason is not None
         if len(self._unread) >= MOST_UNREAD and not (self._is_paused or self._is_over):
             self._is_paused = True
-            self.request.wish(self.request, "pause")
+            self.request.tell(self.request, "pause")
         self._news.set()
 
     def end(self, error: BaseException | None) -> None:

@@ -50,7 +50,7 @@ class Request:
     def __init__(
         self,
         index: int,
-        wish: Callable[[Request, Wish], None],
+        tell: Callable[[Request, Wish], None],
         reader: Callable[[], int | None],
     ) -> None:
         self.index = index
@@ -59,7 +59,7 @@ class Request:
         self.text: Text | None = None
         self.sent = 0  # tokens that have become events
         self.is_cancelled = False
-        self.wish, self._ended = wish, Signal()
+        self.tell, self._ended = tell, Signal()
         self._reader = reader  # returns the thread that takes steps
         self._error: BaseException | None = None
 
@@ -73,7 +73,7 @@ class Request:
         if self.is_over:
             return False
         self.is_cancelled = True
-        self.wish(self, "cancel")
+        self.tell(self, "cancel")
         return True
 
     def wait(self, timeout: float | None = None) -> Result:

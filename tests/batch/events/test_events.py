@@ -101,11 +101,11 @@ def test_a_row_that_pauses_holds_no_pages_and_goes_on_as_if_it_had_not(batched, 
     live = batched.events()
     request = live.add(row, **GREEDY)
     events = [next(live) for _ in range(pause_at)]
-    request.wish(request, "pause")
+    request.tell(request, "pause")
     assert list(live) == []
     assert_nothing_held(batched)
-    request.wish(request, "pause")
-    request.wish(request, "resume")
+    request.tell(request, "pause")
+    request.tell(request, "resume")
     events += live
     assert request.result.tokens == alone.tokens
     assert_told(events, request)
@@ -115,7 +115,7 @@ def test_a_paused_row_can_be_cancelled(batched):
     live = batched.events()
     request = live.add([1, 2, 3], **GREEDY)
     next(live)
-    request.wish(request, "pause")
+    request.tell(request, "pause")
     request.cancel()
     assert [event.finish_reason for event in live] == ["cancelled"]
 
