@@ -101,6 +101,15 @@ HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
         | {"mlp_layer_types": ["dense", "sparse"] * 2, "log_scaling_n_floor": 12}
         | {"logits_mup_width_multiplier": 1.0},
     ),
+    # The same with sinks that differ by query, attention between layers, and other convolutions.
+    "inkling2_text": (
+        "Inkling2Text",
+        {**_SHAPE, "head_dim": 8, "swa_num_attention_heads": 2, "swa_num_key_value_heads": 1}
+        | {"swa_head_dim": 16, "sliding_window_size": 8, "rel_extent": 5, "d_rel": 6}
+        | {"conv_kernel_size": 3, "n_routed_experts": 2, "num_experts_per_tok": 1}
+        | {"moe_intermediate_size": 16, "log_scaling_n_floor": 12, "unpadded_vocab_size": 101}
+        | {"layer_types": ["hybrid_sliding", "hybrid"] * 2, "n_layers_per_attn_res_block": 2},
+    ),
     "jamba": (
         "Jamba",
         {**_SHAPE, "num_experts": 2, "mamba_d_state": 6, "mamba_dt_rank": 4}
@@ -134,6 +143,16 @@ def hybrid(family: str, **fields: Any) -> PreTrainedModel:
             torch.nn.init.normal_(parameter, 0, 0.3)
     model.generation_config.eos_token_id = None
     model.generation_config.pad_token_id = 0
+    return model
+
+
+def in_dtype(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
+    """A model in a dtype, but for modules that are in float32 in any."""
+    kept = model._keep_in_fp32_modules_strict or ()
+    model = model.to(dtype)
+    for name, parameter in model.named_parameters():
+        if any(f".{part}." in f".{name}." for part in kept):
+            parameter.data = parameter.data.float()
     return model
 
 

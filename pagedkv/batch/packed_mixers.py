@@ -26,6 +26,8 @@ from pagedkv.models.kinds import field_of
 from pagedkv.models.states import end_of
 from pagedkv.step.metadata import StepMetadata
 
+INPUT = "0", "hidden_states"  # a mixer's first argument, by its place or its name
+
 
 class RowGroup(NamedTuple):
     """Rows of a step that a mixer computes in one call.
@@ -111,7 +113,7 @@ class MixerCall:
                 return view
             if not isinstance(value, Tensor):
                 return value
-            if name not in ("0", "hidden_states") and not self._is_by_token(value):
+            if name not in INPUT and not self._is_by_token(value):
                 raise UnsupportedModelError(
                     f"{name}: the mixer {type(self.mixer).__name__} of layer "
                     f"{index_of(self.mixer)} gets a tensor that may not have a part for each row"
@@ -123,9 +125,13 @@ class MixerCall:
         return args, {name: of_group(name, value) for name, value in self.kwargs.items()}
 
     def _is_by_token(self, value: Tensor) -> bool:
-        """Whether a tensor is a mask of all tokens, or their ids for a module of n-grams."""
-        ids = embeds_grams(self.mixer) and not value.is_floating_point()
-        return value.ndim == 2 and (ids or value.dtype == torch.bool)
+        """Whether a tensor has one entry for each token: an id, a position, a mask, an input.
+
+        Other tensors have other sizes, unless a step has exactly so many tokens.
+        """
+        packed: Tensor = self.args[0] if self.args else self.kwargs["hidden_states"]
+        axes = 3 if value.is_floating_point() else 2
+        return value.ndim == axes and value.shape[:2] == packed.shape[:2]
 
     def _states_of(self, group: RowGroup) -> list[Tensor] | None:
         if not group.has_state:

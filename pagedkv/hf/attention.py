@@ -72,6 +72,7 @@ def over_pages(
     indices: Tensor | None = None,
     block_indices: Tensor | None = None,
     position_bias: Tensor | None = None,
+    sinks: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Attends to K and V that a layer has staged, and to the pages.
@@ -81,6 +82,7 @@ def over_pages(
         indices, block_indices: a handle of the tokens that queries read, if the mask has none;
             None for all tokens.
         position_bias: `[B, H, q, n]`, a bias by distance; see `distance_bias.py`.
+        sinks: `[B, H, q, 1]`, sinks that differ by query.
 
     Returns:
         `[B, q, H, D]`, zeros for padding tokens; no weights.
@@ -102,6 +104,22 @@ def over_pages(
     chosen = layer.chosen(next(handles, None))
     if chosen is not None:
         terms["indices"] = chosen
-    if position_bias is not None:
-        terms["position_bias"] = position_bias
+    by_query = {"position_bias": position_bias, "query_sinks": sinks}
+    given = {name: term for name, term in by_query.items() if term is not None}
+    if given:
+        _require_by_query(staged, query, sinks, next(iter(given)))
+    terms |= given
     return staged.attend(query, mask.padding, **terms), None
+
+
+def _require_by_query(staged: Staged, query: Tensor, sinks: Tensor | None, name: str) -> None:
+    """Raises where terms that differ by query are not known: over latents, or what is written."""
+    if staged.attended or type(staged) is not Staged:
+        raise UnsupportedModelError(
+            f"{name}: paged attention does not know this argument in layer {staged.layer.index}, "
+            "which attends to latents, or to the K and V of another layer"
+        )
+    if sinks is not None and sinks.shape != (*query.shape[:3], 1):
+        raise UnsupportedModelError(
+            f"sinks: expected one of each query, {[*query.shape[:3], 1]}, got {[*sinks.shape]}"
+        )

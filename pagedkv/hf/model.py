@@ -172,7 +172,9 @@ def why_never(model: PreTrainedModel) -> str | None:
         for part in decoder
     ):
         return "its attention does not go through transformers' attention interface"
-    if any(getattr(part, "is_causal", None) is False for part in decoder):
+    # One that knows of no layer has no cache: it attends to something else than tokens.
+    of_layers = (part for part in decoder if hasattr(part, "layer_idx"))
+    if any(getattr(part, "is_causal", None) is False for part in of_layers):
         return BOTH_WAYS
     if cut := SHARED_OUT.keys() & dimensions_of(model):
         return SHARED_OUT[cut.pop()]

@@ -121,8 +121,14 @@ class Staged:
         q, k, v = (self.layer.cache.packed(x) for x in (query, self.k, self.v))
         if (bias := terms.pop("position_bias", None)) is not None:
             terms["distance_bias"] = packed_bias(self, bias)
+        sinks = terms.pop("query_sinks", None)
         try:
-            return paged_attention(q, k, v, step, self.layer.index, **terms)
+            if sinks is None:
+                return paged_attention(q, k, v, step, self.layer.index, **terms)
+            out, lse = paged_attention(q, k, v, step, self.layer.index, return_lse=True, **terms)
+            # A score more without a value, of weight exp(sink), takes this share of the others.
+            left = torch.sigmoid(lse - self.layer.cache.packed(sinks).squeeze(-1))
+            return (out * left.unsqueeze(-1)).to(out.dtype)
         except ValueError as error:
             ranks, heads = self.layer.cache.kv.ranks, self.layer.cache.kv.config.num_kv_heads
             if ranks.size == 1:

@@ -139,6 +139,7 @@ _FIRST_OF_FOUR = Facts(every=4, layers="first of each")
 _DELTA = Facts(states="delta rule", layers="every nth")
 _TWO_PARTS = Facts(text_alone=True, layers="every nth")
 _CONVOLUTIONS = Facts(states="short convolution", layers="convolutions")
+_FOUR_CONVOLUTIONS = Facts(states="four convolutions", every=6, layers="local")
 _SHARED_BLOCK = Facts(states="mamba2", shares_block=True)
 
 FACTS: dict[str, Facts] = {
@@ -185,7 +186,8 @@ FACTS: dict[str, Facts] = {
     "granitemoehybrid": Facts(states="mamba2", layers="none"),
     "hy_v4": replace(_CHOSEN, sinks=True, chooses_every=4),
     "hy_v4_vl_text": replace(_CHOSEN, sinks=True, chooses_every=4),
-    "inkling_text": Facts(states="four convolutions", every=6, layers="local"),
+    "inkling2_text": _FOUR_CONVOLUTIONS,
+    "inkling_text": _FOUR_CONVOLUTIONS,
     "jamba": Facts(states="mamba1", stepwise=True, layers="periods"),
     "kimi_linear": Facts(states="kimi delta", latent=True, layers="kimi"),
     "kolibri1": Facts(every=5),

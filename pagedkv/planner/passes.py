@@ -43,9 +43,7 @@ def mixer_bytes(c: SimpleNamespace, width: int, tokens: int) -> int:
     if form in ("short convolution", "convolved attention"):
         return int(5.2 * width * 2 * channels * tokens)
     if form == "four convolutions":
-        widest = max(width * channels_at_once(c), _bias_bytes(c, width))
-        kept = width * c.hidden_size
-        return tokens * max(4 * kept + 20 * max(channels, c.hidden_size), 5 * kept + widest)
+        return tokens * _convolved_bytes(c, width)
     shape = sums[0][0]
     heads, (*_, rows, columns) = shape[0], shape
     if form in ("delta rule", "kimi delta"):
@@ -57,6 +55,28 @@ def mixer_bytes(c: SimpleNamespace, width: int, tokens: int) -> int:
     if _holds_pairs_by_channel():
         return 4 * padded * (chunk * heads * max(rows, columns) + 12 * (channels + heads * rows))
     return 4 * padded * (heads * (3 * chunk + 5 * columns) + 7 * (channels + heads * rows))
+
+
+def _convolved_bytes(c: SimpleNamespace, width: int) -> int:
+    """Bytes at once of a token in a layer with four convolutions.
+
+    Where layers attend to sums of earlier ones, in float32, they convolve K and V by weights of
+    each token.
+    """
+    states = state_tensors(c, "float32")
+    kv, hidden = max(tensors[0][0][0] for tensors in states), c.hidden_size
+    bias, kernel = _bias_bytes(c, width), states[0][0][0][1]
+    every = getattr(c, "n_layers_per_attn_res_block", None)
+    if not every:
+        widest = max(width * channels_at_once(c), bias)
+        return max(4 * width * hidden + 20 * max(kv, hidden), 5 * width * hidden + widest)
+    blocks = -(-c.num_hidden_layers // every)
+    q = c.num_attention_heads * max(shape.head_dim for shape in c.shapes)
+    beside = 48 * hidden + 3 * width * q
+    of_sums = (47 + (12 + width) * blocks) * hidden
+    expert = 24 * c.moe_intermediate_size + 4 * hidden  # softcaps, in float32
+    of_experts = (42 + 2 * width * blocks) * hidden + 18 * q + c.experts_per_token * expert
+    return max(of_sums, of_experts, beside + max(kv * (14 + 15 * kernel), bias))
 
 
 def _bias_bytes(c: SimpleNamespace, width: int) -> int:

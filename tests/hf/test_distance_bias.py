@@ -24,8 +24,10 @@ def logits_of(model, text, cache, cut):
     return torch.cat(chunks, dim=1)
 
 
+@pytest.mark.parametrize("family", ["inkling_text", "inkling2_text"])
 @pytest.mark.parametrize("cut", [1, 2, KERNEL, PAGE + 1, 99])
-def test_logits_are_those_of_the_models_own_cache_around_every_border(model, cut):
+def test_logits_are_those_of_the_models_own_cache_around_every_border(family, cut):
+    model = made(family)
     borders = {*range(1, KERNEL + 3), *(n + d for n in (PAGE, WINDOW, 3 * WINDOW) for d in (-1, 1))}
     for text in prompts(*sorted(borders)):
         with PagedCache(model, **SIZES) as cache:

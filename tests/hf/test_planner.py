@@ -24,7 +24,7 @@ from tests.effort import each_value, few
 from tests.hf.table import DOCUMENT, SERVED, parsed, part
 from tests.hf.tiny import build, named, tiny
 from tests.hf.zoo import built
-from tests.hybrids import HYBRIDS, hybrid, hybrid_config
+from tests.hybrids import HYBRIDS, hybrid, hybrid_config, in_dtype
 from tests.planner.models import read_model
 
 SERVED_TYPES = [
@@ -269,6 +269,9 @@ WITH_STATES = {
     "jamba": {"mamba_d_state": 16},
     "inkling_text": {"sliding_window_size": 64, "rel_extent": 300, "swa_num_attention_heads": 8},
     "inkling_text, narrow": {"rel_extent": 8, "intermediate_size": 256, "hidden_size": 1024},
+    "inkling2_text": {"head_dim": 64, "rel_extent": 8, "conv_kernel_size": 4},
+    "inkling2_text, blocks": {"head_dim": 64, "n_layers_per_attn_res_block": 1},
+    "inkling2_text, bias": {"head_dim": 64, "rel_extent": 300},
 }
 
 
@@ -276,7 +279,7 @@ WITH_STATES = {
 def test_activations_of_layers_with_states_are_those_of_a_pass(family, dtype):
     shape = {"hidden_size": 512, "intermediate_size": 1024, "num_attention_heads": 8}
     shape |= {"vocab_size": 1000, "max_position_embeddings": 2048, **WITH_STATES[family]}
-    model = hybrid(family.partition(",")[0], **shape).to(getattr(torch, dtype))
+    model = in_dtype(hybrid(family.partition(",")[0], **shape), getattr(torch, dtype))
     plan = plan_memory(
         *(model.config,), device_memory="4GiB", device="cpu", step_tokens=512, weight_dtype=dtype
     )

@@ -11,7 +11,7 @@ from pagedkv.errors import UnsupportedModelError
 from pagedkv.models import LayerKind, layer_kinds, state_tensors
 from tests.hf.modes import UNEVEN, made
 from tests.hf.tiny import LATENT, named, tiny
-from tests.hybrids import HYBRIDS, hybrid, hybrid_config
+from tests.hybrids import HYBRIDS, hybrid, hybrid_config, in_dtype
 
 
 def states_of(layer) -> tuple:
@@ -30,7 +30,7 @@ ROTATED = 8  # cosines and sines beside an index key
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("family", HYBRIDS)
 def test_states_are_those_that_transformers_keeps(family, dtype):
-    model = hybrid(family).to(getattr(torch, dtype))
+    model = in_dtype(hybrid(family), getattr(torch, dtype))
     text = model.config.get_text_config(decoder=True)
     cache = DynamicCache(config=text)
     ids = torch.randint(2, 99, (1, 6))

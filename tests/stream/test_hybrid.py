@@ -15,6 +15,8 @@ from tests.stream.test_pass_lock import together
 SIZES = {"max_tokens": 512, "page_size": 4}
 SERVED = sorted(HYBRIDS)
 PACKED = sorted(set(SERVED) - STEPWISE)
+# Checkpoints of inkling2_text pad the head, whose rows cannot be read alone then.
+BY_ROWS = sorted({*PACKED} - {"inkling2_text"})
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +57,7 @@ def test_generate_gives_the_bits_of_the_model_in_memory(folders, family):
         assert torch.equal(x, y)
 
 
-@pytest.mark.parametrize("family", few(PACKED, "falcon_h1"))
+@pytest.mark.parametrize("family", few(BY_ROWS, "falcon_h1"))
 def test_samples_of_prompts_in_a_tree_are_those_in_memory(folders, family):
     first, other, *tails = prompts(12, 3, 3, 4)
     texts = [first, other, *(torch.cat([first, tail]) for tail in tails)]
@@ -77,7 +79,7 @@ def test_a_plan_has_room_for_states_and_is_kept_to(folders):
         assert tokens(streamer.model, texts, {"plan": plan}) == tokens(in_memory(folder), texts)
 
 
-@pytest.mark.parametrize("family", few(PACKED, "falcon_h1"))
+@pytest.mark.parametrize("family", few(BY_ROWS, "falcon_h1"))
 def test_a_pass_that_dies_anywhere_leaves_pages_and_states_as_they_were(folders, family):
     batch, token = padded(prompts(9, 5)), torch.tensor([[7], [8]])
     mask = torch.cat([batch["attention_mask"], torch.ones_like(token)], 1)

@@ -69,9 +69,11 @@ def test_every_family_says_what_its_plain_forward_says(family):
         assert_exact(model, CONTEXTS, EACH, scores, 1e-4)
 
 
-@pytest.mark.parametrize(
-    "family", few(sorted(HYBRIDS.keys() - STEPWISE), "qwen3_next", "falcon_h1")
-)
+# inkling2_text routes in float32, so that there is no forward in float64 to hold it against.
+EXACT = sorted(HYBRIDS.keys() - STEPWISE - {"inkling2_text"})
+
+
+@pytest.mark.parametrize("family", few(EXACT, "qwen3_next", "falcon_h1"))
 def test_a_continuation_goes_on_from_the_state_of_its_context(family):
     model, contexts = tiny_hybrid(family), [CONTEXTS[1], CONTEXTS[-1]]
     # One token alone takes another way through transformers in zamba2, up to 4e-3 away.
