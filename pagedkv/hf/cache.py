@@ -220,6 +220,9 @@ class PagedCache(LeasedRows):
         forked.texts, forked._weights = self.texts.repeated(n), self._weights
         return forked
 
+    def __copy__(self) -> PagedCache:
+        return self.fork(1)
+
     def __deepcopy__(self, memo: dict[int, Any]) -> PagedCache:
         return self.fork(1)
 

@@ -102,7 +102,7 @@ def test_prefill_of_what_no_tokenizer_has_read_is_refused_by_name(llama, given):
     assert llama.config._attn_implementation != "pagedkv"
 
 
-@pytest.mark.parametrize("copied", [PagedCache.fork, copy.deepcopy])
+@pytest.mark.parametrize("copied", [PagedCache.fork, copy.copy, copy.deepcopy])
 def test_writing_a_fork_never_changes_its_sibling(model, copied):
     batch = padded(prompts(10, 6))
     with PagedCache(model, **sizes()) as cache:
