@@ -160,13 +160,14 @@ class DeviceTables:
         return self._all_kept[name]
 
     def _reserve(self, capacity: int) -> None:
-        pin = self.device.type == "cuda"
+        """Takes larger buffers; where there is no memory for all of them, the others stay."""
+        pin, cpu = self.device.type == "cuda", torch.device("cpu")
+        buffer = Lasting(capacity, torch.int32, self.device, pin=False)
+        host = [Lasting(capacity, torch.int32, cpu, pin) for _ in range(2)]
+        arrays = [half.whole.numpy() for half in host]
+        events = [torch.cuda.Event() for _ in range(2)] if pin else []
+        self._buffer, self._host, self._arrays, self._sent = buffer, host, arrays, events
         self._capacity = capacity
-        self._buffer = Lasting(capacity, torch.int32, self.device, pin=False)
-        cpu = torch.device("cpu")
-        self._host = [Lasting(capacity, torch.int32, cpu, pin) for _ in range(2)]
-        self._arrays = [host.whole.numpy() for host in self._host]
-        self._sent = [torch.cuda.Event() for _ in range(2)] if pin else []
 
 
 class Devices(NamedTuple):

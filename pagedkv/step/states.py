@@ -10,8 +10,10 @@ from torch import Tensor
 
 from pagedkv.arrays import Ints
 from pagedkv.errors import CorruptCacheError, LayerWritesError
+from pagedkv.kernels.sending import sent
 
-Kept = tuple[int, Ints, list[Tensor], bool]  # state layer, slots, what they will hold, donated?
+# State layer, slots, these on the device, what they will hold, whether that is donated.
+Kept = tuple[int, Ints, Tensor, list[Tensor], bool]
 
 
 class StateBytes(Protocol):
@@ -24,9 +26,9 @@ class StateBytes(Protocol):
         """Copies of the states in some slots."""
 
     def write(
-        self, layer: int, slots: Ints, values: Sequence[Tensor], donate: bool = False
+        self, layer: int, slots: Ints, index: Tensor, values: Sequence[Tensor], donate: bool
     ) -> None:
-        """Replaces the states in some slots."""
+        """Replaces the states in some slots; it takes no memory."""
 
     def is_poisoned(self, slots: Ints) -> bool:
         """Whether none of some slots has a number."""
@@ -110,13 +112,14 @@ class StepStates:
             chosen = tensors if some.all() else [tensor[rows] for tensor in tensors]
             dtypes = [getattr(torch, dtype) for _, dtype in self._storage.layers[layer].tensors]
             cast = [x.detach().to(dtype) for x, dtype in zip(chosen, dtypes)]
-            kept.append((layer, slots, cast, layer in self._donated))
+            index = sent(slots, self.device_of(layer))
+            kept.append((layer, slots, index, cast, layer in self._donated))
         return kept
 
     def store(self, kept: Sequence[Kept]) -> None:
         """Stores what `kept` has chosen."""
-        for layer, slots, tensors, donated in kept:
-            self._storage.write(layer, slots, tensors, donated)
+        for each in kept:
+            self._storage.write(*each)
 
     def check_unwritten(self) -> None:
         """Raises `CorruptCacheError` if a slot that this step took has bytes before `store`."""

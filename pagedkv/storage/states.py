@@ -88,16 +88,16 @@ class StateStorage:
         return found
 
     def write(
-        self, layer: int, slots: Ints, values: Sequence[Tensor], donate: bool = False
+        self, layer: int, slots: Ints, index: Tensor, values: Sequence[Tensor], donate: bool
     ) -> None:
-        """Replaces the states in some slots.
+        """Replaces the states in some slots; it takes no memory.
 
         Args:
+            index: the slots, where the layer lies.
             values: `[n, *shape]` each, of the layer's dtypes.
             donate: nobody else will touch them, so that they can be what the next `read` gives.
         """
         self._donated.pop(layer, None)
-        index = sent(np.asarray(slots), self.devices[layer])
         for tensor, value in zip(self._data[layer], values):
             if index.device.type == "cpu":  # which copies slots three times as fast as by an index
                 for slot, state in zip(slots.tolist(), value):

@@ -6,6 +6,7 @@ import pytest
 
 from pagedkv import OutOfPagesError, PagedKVCache
 from pagedkv.pages.pool import PagePool
+from pagedkv.step import device_tables
 from pagedkv.step.device_tables import DeviceTables
 from tests.cases import CASES, Case, one_group, random_op, two_groups
 from tests.contents import Boom, assert_contents, write_step
@@ -135,6 +136,30 @@ def test_an_exception_while_a_step_is_prepared_leaves_everything_as_it_was(where
         write_step(cache, step, [[*prompt, 7], [*prompt, 8]])
     assert_contents(cache, a, [*prompt, 7])
     assert_contents(cache, b, [*prompt, 8])
+
+
+@pytest.mark.parametrize("failing", range(3))
+def test_buffers_that_did_not_fit_into_memory_are_asked_for_anew(failing, monkeypatch):
+    """Half of the larger ones would be written, and the other half sent."""
+    cache = PagedKVCache(one_group(), device="cpu", debug=True)
+    first, text, left, lasting = cache.add([1]), [*range(2, 60)], [failing], device_tables.Lasting
+    with cache.step([first]) as step:
+        write_step(cache, step, [[1]])
+
+    def short(*args, **kwargs):
+        left[0] -= 1
+        if left[0] == -1:
+            raise MemoryError
+        return lasting(*args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(device_tables, "Lasting", short)
+        with pytest.raises(MemoryError):
+            cache.prepare([seq := cache.add(text)])
+    with cache.step([seq]) as step:
+        write_step(cache, step, [text])
+    cache.check()
+    assert_contents(cache, seq, text)
 
 
 def test_an_error_in_the_body_is_not_hidden_by_the_abort():

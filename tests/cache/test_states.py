@@ -13,6 +13,8 @@ from pagedkv.errors import (
     OpenStepError,
     UnknownSequenceError,
 )
+from pagedkv.step import states as step_states
+from pagedkv.storage import states as storage_states
 from tests.cases import one_group
 from tests.contents import write_step
 from tests.states import assert_state, begin, grow, state_of, with_states, write_all
@@ -468,9 +470,31 @@ def test_check_names_what_is_wrong_with_slots():
     seq = begin(cache, TEXT[:5])
     cache.checkpoint(seq)
     step = cache.prepare([seq], [[1]])
-    cache._states.write(0, step.states.target, [x[None] for x in state_of([1], 0)])
+    slot = step.states.target
+    values = [x[None] for x in state_of([1], 0)]
+    cache._states.write(0, slot, torch.from_numpy(slot), values, False)
     with pytest.raises(CorruptCacheError, match="written too early"):
         cache.check()
+
+
+def test_a_commit_that_cannot_tell_the_device_its_slots_changes_nothing(monkeypatch):
+    cache = make(4)
+    seq = begin(cache, TEXT[:5])
+    step = cache.prepare([seq], [[TEXT[5]]])
+    write_all(cache, step, [TEXT[:6]], [b""])
+
+    def fail(*_):
+        raise MemoryError
+
+    with monkeypatch.context() as patch:
+        for module in (step_states, storage_states):
+            patch.setattr(module, "sent", fail, raising=False)
+        with pytest.raises(MemoryError):
+            cache.commit(step)
+    cache.check()
+    assert (step.state, cache.length(seq)) == ("open", 5)
+    cache.commit(step)
+    assert_state(cache, seq, TEXT[:6])
 
 
 def test_a_cache_of_attention_alone_has_nothing_of_it():
