@@ -10,7 +10,7 @@ from torch import Tensor
 from pagedkv.kernels.formats import KV_FORMATS, Format, Pages
 from pagedkv.kernels.scoring import Scoring
 
-from .launch import NOT_THERE, Geometry, Layout, check_aligned, in_units, target_of
+from .launch import ALIGNMENT, NOT_THERE, Geometry, Layout, check_aligned, in_units, target_of
 from .tile import WIDEST
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -142,6 +142,15 @@ def check_pages(
     data = Pages.of(k_pages).data
     q = torch.empty(0, data.shape[1], 0, dtype=dtype or data.dtype, device="meta")
     check_supported(Geometry.of(q, k_pages, v_pages), data.device)
+    for pages in (k_pages, v_pages):
+        scales = pages.scales if isinstance(pages, Pages) else None
+        if scales is not None and scales.data_ptr() % ALIGNMENT:
+            assert isinstance(pages, Pages)
+            raise NotImplementedError(
+                f"page_size: expected a multiple of 8 with {pages.format.kv_format}, got "
+                f"{pages.data.shape[2]}: scales of some layers would not begin at a multiple of "
+                f"{ALIGNMENT} bytes; backend='torch' takes any"
+            )
 
 
 def check_lengths(kv_lens: Tensor, query_start_loc: Tensor) -> None:

@@ -65,7 +65,7 @@ class DenseStorage:
         self._scratch = torch.empty(2, 0, dtype=self.dtype, device=device)
         if backend == "triton":
             for group in config.groups:
-                for layer in group.layers[:1]:
+                for layer in group.layers[:2]:  # the second tells of all behind it
                     self._kernels.check_pages(*self.layer(layer), self.dtype)
 
     def _make_pages(self, config: CacheConfig) -> None:

@@ -1,6 +1,7 @@
 """Pages in fewer bits: what is stored, what attention makes of it, and who sees it change."""
 
 import itertools
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -78,6 +79,16 @@ def test_attention_is_that_over_what_the_pages_hold(kv_format, backend):
                     enable_gqa=True,
                 ).transpose(0, 1)
                 assert torch.allclose(result.double(), expected, atol=2e-5)
+
+
+def test_scales_that_kernels_cannot_read_are_refused_before_a_step():
+    """Those of the second layer begin where the first one's end."""
+    pytest.importorskip("triton")
+    sizes = {"num_kv_heads": 1, "head_dim": 16, "dtype": "float32", "max_tokens": 50}
+    for layers, page_size, is_served in ((1, 5, True), (2, 5, False), (2, 8, True)):
+        fields = {**sizes, "num_layers": layers, "page_size": page_size, "kv_format": "int8"}
+        with nullcontext() if is_served else pytest.raises(NotImplementedError, match="page_size"):
+            PagedKVCache(CacheConfig(**fields), device="cpu", backend="triton")
 
 
 @pytest.mark.parametrize("kv_format", PAIRS, ids=str)
