@@ -29,7 +29,7 @@ from tests.hf.tiny import FAMILIES, VARIED, attention_of, generate, padded, prom
 # ------------------------------------------------------------------ every row as if alone
 
 
-@pytest.mark.parametrize("family", few(FAMILIES, *VARIED))
+@pytest.mark.parametrize("family", few(FAMILIES, *VARIED[1::2]))  # `score` has the others
 def test_every_family_gets_the_tokens_of_generate_alone(family):
     assert_like_alone(tiny(family), ragged(), {"step_tokens": 7})
 
