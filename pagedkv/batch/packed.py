@@ -312,7 +312,7 @@ def _why_not_packed(model: PreTrainedModel) -> str | None:
             "its recurrent layers (Mamba-1) lose their state before several tokens at once, so "
             "its prompts cannot be cut into steps"
         )
-    if not facts_of(config.model_type).written and not takes_positions(model, device_of(model)):
+    if not facts_of(config.model_type).unplaced and not takes_positions(model, device_of(model)):
         named = "position_ids" in parameters_of(model)
         what = "hands no position_ids on to its decoder" if named else "takes no position_ids"
         return f"its forward {what}, positions come from the mask"

@@ -14,9 +14,8 @@ from pagedkv.cache.cache import PagedKVCache
 from pagedkv.errors import UnsupportedModelError
 from pagedkv.hf.forward_cache import NAME, ForwardCache, changed_after_cache
 from pagedkv.hf.layer import PagedLayer
-from pagedkv.hf.model import device_of, text_config
+from pagedkv.hf.model import text_config
 from pagedkv.hf.paged_layers import paged_layer
-from pagedkv.hf.signature import takes_positions
 from pagedkv.models import layer_kinds
 from pagedkv.step.metadata import StepMetadata
 
@@ -30,7 +29,6 @@ class PackedCache(ForwardCache):
         self.model, self.kv = model, kv
         # No mask needs a past here, but the bias of models that write attention out needs one.
         self.seen = int(self.is_written)
-        self.is_placed = not self.is_written or takes_positions(model, device_of(model))
         self.forward_layer, self.attended_again = -1, 0
         self.opened: StepMetadata | None = None
         self.transaction: object | None = None

@@ -52,7 +52,6 @@ class ForwardCache(Cache):
         transaction: the transaction of the forward that is under way; None if there is none.
         touched: whether a layer took part in the forward that is under way.
         forward_is_paged: `is_paged` at the first layer of this forward.
-        is_placed: whether the model is told the positions of its tokens, which differ by row.
         slopes: the slopes of this forward's bias, with a key that tells which; see `written.py`.
         latest_mask: the mask that was made last for a forward with this cache.
         told_places: `[B, q, n]`, the latest choice of an indexer whose model makes a mask of it:
@@ -73,7 +72,6 @@ class ForwardCache(Cache):
     transaction: object | None
     touched: bool
     forward_is_paged: bool
-    is_placed: bool = True
     slopes: tuple[Any, Tensor] | None = None
     latest_mask: weakref.ref[Any] | None = None
     told_places: weakref.ref[Tensor] | None = None

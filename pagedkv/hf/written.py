@@ -18,7 +18,6 @@ from pagedkv.models.kinds import Sight
 
 from .forward_cache import changed_after_cache, waiting
 from .handles import MaskHandle, as_mask
-from .model import named_model
 from .staged import Staged
 from .strange import refuse_strange
 
@@ -223,12 +222,6 @@ class Scores(_Noted):
         mask = as_mask(self.mask, layer.cache)
         if not (self.narrowed and ALL in mask.sights):
             mask.require_sight(layer.index, layer.sight)
-        if self.bias is None and not layer.cache.is_placed:
-            raise UnsupportedModelError(
-                f"{named_model(layer.cache.model)} cannot run packed rows: its forward takes no "
-                "position_ids, positions come from the length of the cache. `PagedCache` with "
-                "`generate` works."
-            )
         terms: dict[str, Any] = {"scale": self.scale}
         if self.bias is not None:
             terms["alibi_slopes"] = self._slopes(mask)

@@ -57,6 +57,7 @@ class Facts:
             they are rotated; in blocks that each KV head chooses for itself; or in pools, whose
             keys are averaged by a gate that is kept beside each key.
         written: its layers write attention out, instead of calling a function for it.
+        unplaced: it knows no positions but the distances of the bias that it adds.
         masks: each of its layers keeps a mask of all pairs of positions, a byte a pair.
         sinks: `s_aux` is one more score per head, without a value, in otherwise plain attention.
             Other types that pass one select or compress their keys after the cache, extend the
@@ -91,6 +92,7 @@ class Facts:
     latent: bool = False
     indexer: Indexer | None = None
     written: bool = False
+    unplaced: bool = False
     masks: bool = False
     sinks: bool = False
     twice_in_windows: bool = False
@@ -152,7 +154,7 @@ FACTS: dict[str, Facts] = {
     "bailing_hybrid": Facts(states="kimi delta", latent=True, layers="every nth"),
     "bamba": Facts(states="mamba2", layers="indices"),
     "beam": Facts(every=6, layers="last of each, the last"),
-    "bloom": Facts(written=True),
+    "bloom": Facts(written=True, unplaced=True),
     "cohere2": Facts(window=4096, every=4),
     "cohere_compass_text": Facts(layers="no window"),
     "cwm": _FIRST_OF_FOUR,
@@ -208,7 +210,7 @@ FACTS: dict[str, Facts] = {
     "mistral4": _LATENT,
     "mistral_large4_text": replace(_SHARES_CHOICE, unrotated=4),
     "modernbert-decoder": Facts(every=3, layers="first of each"),
-    "mpt": Facts(written=True),
+    "mpt": Facts(written=True, unplaced=True),
     "muse_glimmer_text": Facts(every=4, layers="from behind"),
     "nemotron_h": Facts(states="mamba2"),
     "olmo_hybrid": _DELTA,
