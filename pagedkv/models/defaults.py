@@ -25,12 +25,14 @@ class Defaults(NamedTuple):
         older: the fields' present names, by the names that files may have.
         decoder: the type of the decoder inside a model; empty if it has none.
         any_decoder: whether a file may name another type for it.
+        is_flat: whether a file may have the decoder's fields beside all others.
     """
 
     values: dict[str, Any]
     older: dict[str, str]
     decoder: str = ""
     any_decoder: bool = True
+    is_flat: bool = True
 
 
 @cache
@@ -38,7 +40,7 @@ def defaults_of(kind: str) -> Defaults:
     """Returns the defaults of a type; empty if the installed transformers does not have it."""
     values: dict[str, Any] = {}
     older: dict[str, str] = {}
-    decoder, fixed = "", ""
+    decoder, fixed, is_flat = "", "", False
     classes, name = _classes(kind)
     for statement in _inherited(classes, name):
         if isinstance(statement, ast.AnnAssign):
@@ -49,10 +51,11 @@ def defaults_of(kind: str) -> Defaults:
             fixed, decoder = _decoder(statement.value)
         elif isinstance(statement, ast.FunctionDef) and statement.name == "__post_init__":
             older |= _taken(statement, values)
+            is_flat |= _fills_decoder(statement)
     if fixed in classes:
         decoder = _type_of(classes[fixed])
     values = {name: value for name, value in values.items() if value is not None}
-    return Defaults(values, older, decoder, fixed not in classes)
+    return Defaults(values, older, decoder, fixed not in classes, is_flat or not decoder)
 
 
 def decoder_type(kind: str, said: str) -> str:
@@ -88,6 +91,15 @@ def _taken(made: ast.FunctionDef, fields: Mapping[str, Any]) -> dict[str, str]:
         if target.attr in fields and ast.unparse(value.func).startswith("kwargs."):
             found[str(_literal(value.args[0]))] = target.attr
     return found
+
+
+def _fills_decoder(made: ast.FunctionDef) -> bool:
+    """Whether a class makes the decoder's configuration of what a file says beside it."""
+    given = [x for x in ast.walk(made) if isinstance(x, ast.Assign)]
+    return any(
+        ast.unparse(one.targets[0]).endswith("text_config") and "kwargs" in ast.unparse(one.value)
+        for one in given
+    )
 
 
 @cache

@@ -88,6 +88,10 @@ def layer_kinds(text: Any) -> list[LayerKind]:
     found: list[LayerKind] = []
     attentions = states = 0
     sources = field_of(text, "kv_source_layers") or range(len(names))
+    choices = field_of(text, "indexer_types") or ["full"] * len(names)
+    for field, told in (("kv_source_layers", sources), ("indexer_types", choices)):
+        if len(told) < len(names):
+            raise ValueError(f"config: expected {field} of {len(names)} layers, got {len(told)}")
     for i, name in enumerate(names):
         if sources[i] != i:
             found.append(LayerKind("none", source=found[sources[i]].attention))
@@ -107,7 +111,7 @@ def layer_kinds(text: Any) -> list[LayerKind]:
         states += remembers
     if facts_of(kind).indexer is None:
         return found
-    own = [name == "full" for name in field_of(text, "indexer_types") or ["full"] * len(found)]
+    own = [name == "full" for name in choices]
     choosing = INDEXED.intersection(names) or {*names}  # old files give them no name of their own
     last = attentions - 1
     for i, layer in enumerate(found):

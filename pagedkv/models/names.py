@@ -94,6 +94,10 @@ def settings_of(config: dict[str, Any]) -> SimpleNamespace:
     if inner:
         told = (str(each.get("model_type") or "") for each in (config, inner))
         inner["model_type"] = decoder_type(*told) or None
+    elif not defaults_of(kind := str(config.get("model_type") or "")).is_flat:
+        raise ValueError(
+            f"model: expected text_config in its config, of which {kind} reads its decoder"
+        )
     inner = _completed(inner or config)
     found = config | {key: value for key, value in inner.items() if value is not None}
     for nest, names in NESTS.items():

@@ -111,6 +111,25 @@ def test_older_fields_of_files_on_the_hub_are_read_as_the_class_reads_them(case)
     assert told(file) == told(known) is not None
 
 
+@pytest.mark.parametrize("kind", few(SERVED_TYPES, "gemma3", "fuyu", "qwen2_vl"))
+def test_what_a_file_says_of_a_decoder_beside_all_else_is_read_where_the_class_reads_it(kind):
+    """Alone finds a plan of sizes that transformers leaves aside, for those of its class."""
+    fields = written(shrunk(kind))
+    inner = next((name for name in INNER if fields.get(name)), None)
+    text = fields.pop(inner) if inner else {}
+    flat = {**text, **fields}
+    planned, whole = told(flat), completed(flat)
+    if planned is not None and whole is not None and kind not in OF_THE_WHOLE:
+        assert planned == told(whole)
+    assert planned is not None or kind not in ("fuyu", "qwen2_vl")
+
+
+def test_a_list_of_fewer_layers_than_there_are_is_refused_by_its_name():
+    fields = written(shrunk("glm_moe_dsa")) | {"num_hidden_layers": 9, "layer_types": None}
+    with pytest.raises(ValueError, match="indexer_types of 9 layers, got 2"):
+        _ = Model("of a file", fields).settings
+
+
 def test_a_decoder_of_a_type_that_only_its_files_name_is_that_of_the_model():
     config = shrunk("kimi_k25")
     fields = written(config)
