@@ -82,13 +82,13 @@ Ids = Any  # integers: a list, an array or a CPU tensor
 class PagedKVCache:
     """Keys and values of many sequences, in pages they may share. Serves one thread at a time.
 
-    Threads that share it do all that they do with it in `with cache.lock:`, a step as a whole.
+    Threads that share it make every call in `with cache.lock:`, and hold the lock for a whole step.
     `PagedCache` and `BatchGenerator` do so by themselves.
 
     Args:
         config: shape and limits.
-        device: `auto` is CUDA where there is a card, else the CPU. Or a device for each layer, and
-            behind them one for each state layer: steps begin on the first of them.
+        device: `auto` is CUDA where there is a card, else the CPU. A sequence names a device for
+            each layer, then one for each state layer; steps begin on the first one.
         backend: `triton`, `c`, `torch`, or `auto`: Triton on CUDA, C on a processor, and torch
             where these are not installed or cannot be compiled.
         debug: fill unused slots with NaN, so that reading one shows; `check` verifies it.
@@ -103,11 +103,11 @@ class PagedKVCache:
     Raises:
         BudgetExceeded: the pages do not fit into memory.
         NotImplementedError: the backend has no kernels for this device, dtype or head dim.
-        ForeignFileError: there is a file of the trace's name that is no trace; it is left alone.
-        ValueError: the prefix store is no folder that can be written, or not for such a cache.
+        ForeignFileError: a file that is no trace has the trace's name; it is left alone.
+        ValueError: the prefix store is no writable folder, or cannot serve such a cache.
 
     Examples:
-        K and V come from a model; here they are random. Examples of methods go on from here.
+        K and V come from a model; here they are random. The methods' examples continue this one.
 
         >>> import torch
         >>> from pagedkv import CacheConfig, PagedKVCache, paged_attention
@@ -155,7 +155,7 @@ class PagedKVCache:
             self._make(None if trace is None else Notes())
         self._pressure = None if on_pressure is None else PressureHandler(self._tables, on_pressure)
         self._open: StepMetadata | None = None
-        self._opened_by: threading.Thread | None = None  # where it did not hold the lock
+        self._opened_by: threading.Thread | None = None  # None if it held the lock
         self._closing = threading.RLock()  # two threads may close a step: the second is refused
         self._released: list[int] = []
         self.running: set[int] = set()  # sequences of batch jobs, which are never called idle
@@ -195,13 +195,13 @@ class PagedKVCache:
         return Devices(each, of if len(each) > 1 else None)
 
     def follow(self, ranks: Ranks) -> None:
-        """Makes all ranks decide alike, from now on, where each could decide otherwise.
+        """Makes this cache decide like the caches of the other ranks from now on.
 
-        The others hold the other heads of the same sequences. All of them call it, and make the
-        same calls afterwards.
+        The other ranks hold the other heads of the same sequences. All ranks call this, and make
+        the same calls afterwards.
 
         Raises:
-            ValueError: this cache asks what only one rank knows.
+            ValueError: this cache has an option whose decisions only one rank would know.
             MemoryError: there is no memory for the host tier, which is taken now.
         """
         ranks.refuse(
@@ -223,16 +223,16 @@ class PagedKVCache:
 
         Args:
             tokens: `[n]` ids of the prompt, at least one; None for a sequence fed later.
-            salt: prefixes are shared only between sequences of the same salt. Or its regions,
-                `[(0, b""), (n, b"user 7")]`: the pages before the one that token n is in are shared
-                by all who have the first salt, the others only by those who have both.
+            salt: prefixes are shared only between sequences of the same salt. A list has regions,
+                `[(0, b""), (n, b"user 7")]`: all sequences with the first salt share the pages
+                before the page of token n; only sequences with both salts share the later pages.
             max_tokens: set pages aside for this many tokens, so that the sequence never runs out.
 
         Returns:
-            Its id. `length` tells how many tokens were found, `uncached` which are left.
+            The sequence's id. `length` tells how many tokens were found, `uncached` which are left.
 
         Raises:
-            OutOfPagesError: the reservation cannot be kept now.
+            OutOfPagesError: there are too few pages for the reservation now.
             SequenceTooLongError, TooManySequencesError: it can never fit; no row is free.
 
         Examples:
@@ -269,7 +269,7 @@ class PagedKVCache:
                 tables.tokens_reused = reused
                 if not isinstance(error, MemoryError) or self.ranks.size > 1:
                     raise
-                # The prompt can be computed instead, so want of memory to copy it is no error.
+                # The prompt can be computed instead, so a lack of memory to copy it is no error.
                 seq = sequences.add(tables, ids, salt=salt, max_tokens=max_tokens)
         size = None if ids is None else ids.size
         self._recorder.note("add", seq=seq, tokens=size, max_tokens=max_tokens)
@@ -319,8 +319,8 @@ class PagedKVCache:
             tokens: the new ids: `[B]` (one each), `[B, k]`, or a list of B arrays. Default: what
                 `uncached` lists. With `num_new` also a packed `[T]` tensor on the cache's device,
                 which is passed on to the model and not read.
-            num_new: how many new tokens each sequence gets, or all of them, without ids. A sequence
-                with uncached prompt ids takes its next ones.
+            num_new: how many new tokens each sequence gets, as one number or `[B]`, without ids. A
+                sequence with uncached prompt ids takes the next ones.
 
         The uncached ids of a prompt come first, in chunks of any size, and other tokens after them.
 
@@ -419,21 +419,21 @@ class PagedKVCache:
 
         Args:
             accepted: `[B]`, how many of its new tokens each sequence keeps; default all. Or B
-                lists of their places, which rise: of a tree (`tree_of`) those of a path. What is
-                kept moves to the slots that follow the text.
+                lists of places of the kept tokens, ascending, as the path of a tree (`tree_of`).
+                The kept tokens move to the slots that follow the text.
             tokens: ids for a step that was prepared by count, in the forms of `prepare`; the first
                 `accepted` ids of each sequence are used.
             revocable: until their next commit, layers with a window keep every page that `truncate`
                 needs to go back to the length before this step, whatever `rollback` is.
-            layers: the layers that write in this step, once or more often; default all of them,
-                and each once. What some layers did not write is never found as a prefix.
+            layers: the layers that write in this step, once or more often; by default every layer
+                writes once. Tokens that some layers did not write are never found as a prefix.
 
         Raises:
             ClosedStepError: the step was already committed or aborted.
             WrongCacheError: the step belongs to another cache.
             LayerWritesError: other layers wrote, and tokens would be kept; the step stays open.
-            NotImplementedError: tokens would have to move that a policy or staging pages place; the
-                step stays open.
+            NotImplementedError: tokens would have to move, and the cache has a policy or staging
+                pages; the step stays open.
             MemoryError: there was no memory to code pages or to choose states, and the step stays
                 open; or none to merge values, and the step is committed. `step.state` says which.
 
@@ -456,7 +456,7 @@ class PagedKVCache:
                 require_whole(plan, kept)
                 step.states.require_written()
             with Uninterrupted():
-                # Work on the device comes first: if it fails for want of memory, nothing changed.
+                # Work on the device comes first: if it lacks memory and fails, nothing has changed.
                 taken = plan.new if kept is None else kept
                 if places is not None:
                     self._copies.move(plan, taken, places)
@@ -471,7 +471,7 @@ class PagedKVCache:
                 self._close(step, "committed")
                 if self.debug and kept is not None:
                     poison_tails(self._tables, self._storage, plan.rows)
-                try:  # the step counts, also where there is no memory to merge values in
+                try:  # the step stays committed even if there is no memory to merge values
                     if self._evictor is not None and victims is not None:
                         with memory_errors():
                             self._evictor.take(self._tables, victims)
@@ -483,7 +483,7 @@ class PagedKVCache:
     def abort(self, step: StepMetadata) -> None:
         """Takes a step back: lengths, tables and visible bytes are as before `prepare`.
 
-        What a policy evicted to make room for it stays evicted.
+        Pages that a policy evicted to make room for the step stay evicted.
 
         Raises:
             ClosedStepError: the step was already committed or aborted.
@@ -544,7 +544,7 @@ class PagedKVCache:
     def stored_prefix(self, tokens: Ids, *, salt: Salt = b"") -> tuple[int, int]:
         """How many tokens of a prompt have findable pages, and how many `add` would find.
 
-        They differ where a model has recurrent states, and none is kept at the end of the pages.
+        They differ if a model has recurrent states and no state is kept at the end of the pages.
 
         Examples:
             >>> cache.stored_prefix([*range(18), 99])
@@ -557,8 +557,8 @@ class PagedKVCache:
     def explain(self, tokens: Ids, *, salt: Salt = b"") -> Explanation:
         """Says how much of a prompt `add` would find, and why not more; changes nothing.
 
-        What it says of texts under other salts is for who runs the cache, not for who sent the
-        prompt.
+        The answer may reveal texts under other salts: show it to the operator of the cache, not to
+        the sender of the prompt.
 
         Examples:
             >>> cache.explain([0, 1, 2, 77]).found
@@ -567,11 +567,11 @@ class PagedKVCache:
         return explain(self, as_ids("tokens", tokens), as_salt(salt))
 
     def checkpoint(self, seq: int) -> None:
-        """Keeps the recurrent state that a sequence has now, for a model with states.
+        """Keeps a sequence's current recurrent state, for a model with states.
 
         `truncate` can go back to this length, and a prompt that begins with this text is found up
-        to here. No byte is copied, except to a prefix store. A checkpoint goes, least recently used
-        first, where a sequence needs its slot.
+        to here. No byte is copied, except to a prefix store. If a sequence needs a slot, the least
+        recently used checkpoint is given up.
 
         Raises:
             ValueError: the cache has no states, or the sequence has no tokens.
@@ -632,8 +632,8 @@ class PagedKVCache:
         """Shortens a sequence to its first n tokens.
 
         Raises:
-            ValueError: n is outside 0..length, or what a window needs at n was dropped, or a policy
-                has evicted tokens behind n, or no state is kept at n.
+            ValueError: n is outside 0..length, or pages that a window needs at n were dropped, or a
+                policy has evicted tokens behind n, or no state is kept at n.
             OutOfPagesError: the slot of the state at n is promised to another sequence.
 
         Examples:
@@ -648,15 +648,15 @@ class PagedKVCache:
             self._recorder.note("truncate", seq=int(seq), n=int(n))
 
     def splice(self, seq: int, start: int, stop: int, tokens: Ids) -> None:
-        """Puts tokens in the place of tokens `start .. stop` of a sequence, at any length.
+        """Replaces the tokens `start .. stop` of a sequence by any number of other tokens.
 
-        The text up to `start`, or as far as it stays the same, keeps its pages. What follows
-        depends on it and is `uncached` then, as after `add`: the next steps compute it again. With
-        states the sequence goes back to the last checkpoint before.
+        The text keeps its pages up to `start`, or as far as it stays the same. The tokens behind
+        depend on the change and are `uncached` then, as after `add`: the next steps compute them
+        again. With states the sequence goes back to the last checkpoint before the change.
 
         Raises:
-            ValueError: there are no such tokens; ids behind them are not known; or a window, a
-                policy, or a state without a checkpoint has no way back. Nothing was changed.
+            ValueError: there are no such tokens; ids behind them are not known; or the sequence
+                cannot go back, because of a window, a policy, or a state without a checkpoint.
             SequenceTooLongError: the new text can never fit.
 
         Examples:
@@ -672,7 +672,7 @@ class PagedKVCache:
             self._recorder.note("splice", seq=int(seq), n=plan.kept)
 
     def require_truncatable(self, seq: int, n: int) -> None:
-        """Raises what `truncate` would raise, and changes nothing."""
+        """Raises the error that `truncate` would raise, and changes nothing."""
         self._require_not_in_step([sequences.require_truncatable(self._tables, seq, n)])
 
     def require_idle(self, seqs: int | Sequence[int] | Ints) -> None:
@@ -708,8 +708,8 @@ class PagedKVCache:
     def gather(self, seq: int, layer: int) -> tuple[Tensor, Tensor]:
         """Copies of a sequence's committed K and V in one layer: `[stored, G, D]` each.
 
-        With a window only the last tokens are stored. Where a policy evicts, `positions` says
-        which tokens are.
+        With a window only the last tokens are stored. If a policy evicts, `positions` says which
+        tokens are stored.
 
         Examples:
             >>> k, v = cache.gather(seq, layer=0)
@@ -732,7 +732,7 @@ class PagedKVCache:
         return places.reshape(-1)[:tokens]
 
     def _stored(self, seq: int, layer: int) -> tuple[int, Ints, int]:
-        """A layer's group, a sequence's pages in it, and the committed tokens there."""
+        """Returns a layer's group, a sequence's pages in it, and how many tokens they store."""
         row, tables, size = self._tables.row_of(seq), self._tables, self.config.page_size
         tables.require_here([row])
         if layer not in range(self.config.num_layers):
@@ -744,7 +744,7 @@ class PagedKVCache:
         return group, pages, length - (first + evicted) * size
 
     def clear_prefixes(self) -> None:
-        """Forgets every cached prefix, as a change of weights demands.
+        """Forgets every cached prefix, as is needed after a change of weights.
 
         Live sequences go on, but no prompt finds their pages any more.
 
@@ -764,7 +764,7 @@ class PagedKVCache:
             self._recorder.note("clear")
 
     def shrink(self) -> int:
-        """Gives the memory of free pages back: the free pages at the end of the pool are removed.
+        """Gives memory of free pages back: removes the free pages at the end of the pool.
 
         The pool can grow by them again. On a CPU the other free pages give their memory back, too,
         and get it again when they are written. Cached prefixes stay; call `clear_prefixes` first to
@@ -840,7 +840,7 @@ class PagedKVCache:
         """Brings offloaded sequences back, bit for bit; those that are here stay as they are.
 
         Args:
-            max_tokens: as for `add`, for each of them; default the reservation it had before.
+            max_tokens: as for `add`, for each of them; by default the reservation of before.
 
         Raises:
             OutOfPagesError: not all of them fit; nothing was changed.
@@ -866,7 +866,7 @@ class PagedKVCache:
         retrying(self._pressure, self, "restore", names, partial(self._restore, names, max_tokens))
 
     def _restore(self, seqs: Sequence[int] | Ints, max_tokens: int | None) -> None:
-        # Looked up in every attempt: `on_pressure` may have freed sequences, or moved them.
+        # Every attempt looks rows up again: `on_pressure` may have freed or moved sequences.
         tables = self._tables
         rows = [row for row in tables.rows_of(seqs).tolist() if row in tables.offloaded]
         if rows:
@@ -888,9 +888,9 @@ class PagedKVCache:
         return self._tables.row_of(seq) in self._tables.offloaded
 
     def copy_seconds(self, seq: int) -> float | None:
-        """How long offloading and restoring a sequence would take, from copies made so far.
+        """Estimates how long offloading and restoring a sequence takes, from copies made so far.
 
-        None before the first one, and without a host tier.
+        None before the first copy, and without a host tier.
         """
         row = self._tables.row_of(seq)
         return None if self._tier is None else self._tier.seconds(row)
@@ -933,14 +933,14 @@ class PagedKVCache:
     def load(self, path: str | os.PathLike[str], *, salt: Salt = b"") -> int:
         """Starts a sequence with what `save` wrote, also by a cache of another page size.
 
-        Its prefix is findable by its tokens if it was when it was saved.
+        Prompts can find its prefix if they could when it was saved.
 
         Args:
             salt: as for `add`.
 
         Raises:
-            CorruptFileError, ForeignFileError, NewerFileError: nothing in the file is believed.
-            WrongModelError, WrongShapeError: it belongs to another cache.
+            CorruptFileError, ForeignFileError, NewerFileError: nothing of the file is used.
+            WrongModelError, WrongShapeError: the file belongs to another cache.
             OutOfPagesError, SequenceTooLongError, TooManySequencesError: it does not fit.
             HostMemoryError: the file does not fit into memory.
 
@@ -954,7 +954,7 @@ class PagedKVCache:
         fingerprint = self.identity.fingerprint()
         with host_memory("load"):
             saved = saving.read(path, self._storage, self.config, fingerprint)
-        # After this, prefixes that are found were computed with the weights as they are now.
+        # From here on, every findable prefix was computed with the current weights.
         self.identity.forget_stale(self.clear_prefixes)
         load = partial(self._load, saved, self.identity.salted(salt), fingerprint)
         return retrying(self._pressure, self, "load", (), load, self._take_back)
@@ -970,10 +970,10 @@ class PagedKVCache:
         return seq
 
     def store(self, seq: int, *, salt: Salt = b"") -> int:
-        """Writes a sequence's text to the prefix store now, whether it was found before or not.
+        """Writes a sequence's text to the prefix store now, even if no other prompt has had it.
 
         Args:
-            salt: the one that the sequence was added with.
+            salt: the salt that the sequence was added with.
 
         Returns:
             How many tokens of the text are in the store.
@@ -1001,7 +1001,7 @@ class PagedKVCache:
     # ------------------------------------------------------------------ explain
 
     def stats(self) -> CacheStats:
-        """Counts of pages, and of tokens that were computed and reused.
+        """Counts pages, and tokens that were computed and reused.
 
         Examples:
             >>> cache.stats().tokens_computed
@@ -1020,7 +1020,7 @@ class PagedKVCache:
         return replace(stats, tokens_from_store=self._prefixes.tokens_found)
 
     def owners(self) -> Ints:
-        """`[pages]`, sequences that own each; another thread may compute while this is asked.
+        """`[pages]`, how many sequences own each page; safe while another thread computes.
 
         Examples:
             >>> forks = cache.fork(seq, 2)
@@ -1032,8 +1032,8 @@ class PagedKVCache:
     def check(self) -> None:
         """Verifies every invariant; in debug mode also data on the device.
 
-        That data is the page tables, the key bounds by which queries choose pages, and NaN in free
-        slots.
+        This data is the page tables, the key bounds by which queries choose pages, and the NaN in
+        unused slots.
 
         Raises:
             CorruptCacheError: an invariant is broken; the message names the page.
@@ -1067,11 +1067,11 @@ class PagedKVCache:
         return self._open
 
     def abort_abandoned(self) -> None:
-        """Aborts a step that a forward left open because it raised. The lock is held.
+        """Aborts a step that a forward left open because it raised. The caller holds the lock.
 
         Raises:
-            OpenStepError: a thread that is alive has opened it without the lock, or this thread is
-                within a step of a batch.
+            OpenStepError: another live thread has opened the step without the lock, or this thread
+                is within a step of a batch.
         """
         if self._open is None:
             return
@@ -1110,7 +1110,7 @@ class PagedKVCache:
     def release_later(self, seqs: Sequence[int]) -> None:
         """Queues sequences to be freed by the next `add`, `prepare`, `stats` or `check`.
 
-        The one call that is safe inside a finalizer, which may run in the middle of any other.
+        Only this call is safe inside a finalizer, which may run in the middle of any other call.
         """
         self._released.extend(seqs)
 

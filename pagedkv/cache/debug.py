@@ -18,7 +18,7 @@ from pagedkv.storage import Storage
 
 
 def poison_new(tables: PageTables, storage: Storage, plan: PagePlan) -> None:
-    """Poisons the pages a step was given, and slots it may overwrite in pages it had."""
+    """Poisons the pages that a step took, and slots that it may overwrite in pages it had."""
     grown = tables.tables[tables.at(plan.grown_rows, plan.grown_columns)]
     for group, pages in enumerate(grown):
         storage.poison(group, _local(tables, storage, group, pages), 0)
@@ -40,7 +40,7 @@ def poison_tails(tables: PageTables, storage: Storage, rows: Ints) -> None:
 
 
 def check_bounds(tables: PageTables, storage: Storage) -> None:
-    """Raises `CorruptCacheError` if the bounds of a complete page are not those of its keys."""
+    """Raises `CorruptCacheError` if the bounds of a complete page do not bound its keys."""
     pool = tables.pool
     complete = (pool.filled == tables.page_size) & ((pool.refcount > 0) | pool.findable)
     for group, (first, stop) in enumerate(zip(tables.base[:-1], tables.first_staging)):
@@ -49,7 +49,7 @@ def check_bounds(tables: PageTables, storage: Storage) -> None:
 
 
 def check_poison(tables: PageTables, storage: Storage, plan: PagePlan | None) -> None:
-    """Raises `CorruptCacheError` if a live or cached page has bytes past its filled slots."""
+    """Raises `CorruptCacheError` if a live or cached page has numbers past its filled slots."""
     pool = tables.pool
     used = (pool.refcount > 0) | pool.findable
     used[-1] = False

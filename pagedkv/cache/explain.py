@@ -1,7 +1,7 @@
-"""Explains why no more of a prompt is found: what `add` would find, what is known of the rest.
+"""Explains how much of a prompt `add` would find, and why it would not find more.
 
-Nothing is noted for this while a cache works, but the keys of pages that were reused
-(`PrefixIndex.recycled`). All else is read off the index when somebody asks.
+While a cache works, it notes only the keys of pages that were reused (`PrefixIndex.recycled`).
+Everything else is read from the index when somebody asks.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from pagedkv.pages.salts import Salt, first_of
 from .stored_prefixes import Text
 
 BESIDE = 8  # ids that are shown where texts part
-MOST_OTHERS = 256  # pages under other salts that are followed
+MOST_OTHERS = 256  # at most so many pages under other salts are followed
 
-# Reasons why no more tokens are found. Of two that reach equally far the first one is given.
+# Reasons why no more tokens are found. If two reach equally far, the first one is given.
 REASONS = {
     "found": "All of it is found that can be: the last token is always computed.",
     "state": "The pages are there, but no recurrent state is kept at a later length: `checkpoint` "
@@ -48,22 +48,22 @@ REASONS = {
 
 @dataclass(frozen=True)
 class Explanation:
-    """How much of a prompt `add` would find, and why it is not more; printed, it says so.
+    """How much of a prompt `add` would find, and why not more; `str` gives plain sentences.
 
-    It may speak of texts under other salts: it is meant for who runs the cache, not for who sent
-    the prompt.
+    It may reveal texts under other salts: show it to the operator of the cache, not to the sender
+    of the prompt.
 
     Attributes:
         tokens: tokens of the prompt.
         found: tokens that would be found, on the device, in host memory or in the prefix store.
-        from_host: those of them that host memory has, not the device.
-        from_store: those of them that only the prefix store has.
-        agrees: tokens on which the prompt agrees with the nearest text that is known of; those
-            behind `found` are known, and not found for the `reason`.
+        from_host: found tokens that host memory has and the device has not.
+        from_store: found tokens that only the prefix store has.
+        agrees: leading tokens that the prompt shares with the nearest known text; tokens between
+            `found` and `agrees` are known, but not found, for the `reason`.
         given: ids of the prompt from `agrees` on, at most 8.
-        stored: ids that the nearest stored text has in their place, at most 8; none if it ends.
+        stored: ids that the nearest stored text has from there on, at most 8; none if it ends.
         reason: a key of `REASONS`.
-        store: `on`, `none`, or `off` where nobody can tell whose K and V would be stored.
+        store: `on`, `none`, or `off` if it is unknown which model's K and V would be stored.
     """
 
     tokens: int
@@ -80,7 +80,7 @@ class Explanation:
         return self.told(lambda ids: ", ".join(map(str, ids)))
 
     def told(self, decode: Callable[[tuple[int, ...]], str]) -> str:
-        """Returns plain sentences; `decode` turns ids into what they show."""
+        """Returns plain sentences; `decode` turns ids into text to show."""
         where = [
             f"{count} {place}"
             for count, place in (
@@ -155,7 +155,7 @@ class _Search:
         self._here = self.index.find_all(self.keys[1:]) >= 0
 
     def not_found(self) -> dict[str, int]:
-        """Counts by texts that are known but would not be found, for each reason."""
+        """For each reason, counts tokens of known texts that `add` would not find."""
         return {
             "state": self.with_pages,
             "window": self._behind_windows(),
@@ -167,7 +167,7 @@ class _Search:
         }
 
     def on_host(self) -> int:
-        """Counts pages that `add` would bring back from host memory, too."""
+        """Counts also tokens of pages that `add` would bring back from host memory."""
         tier, full = self.cache._tier, self.on_device // self.size
         if tier is None or tier.states is not None:
             return self.on_device
@@ -177,26 +177,26 @@ class _Search:
         return max(self.on_device, int(length))
 
     def in_store(self) -> int:
-        """Counts by what `add` would bring from files."""
+        """Counts also tokens that `add` would bring from the prefix store."""
         prefixes = self.cache._prefixes
         if prefixes is None:
             return 0
         return min(self.wanted.size, prefixes.reach(Text(self.cache, self.tokens, self.salted)))
 
     def _behind_windows(self) -> int:
-        """Counts by pages that every layer group without a window has."""
+        """Counts tokens of pages that every layer group without a window has."""
         whole = [here for here, w in zip(self._here, self.tables.windows) if w is None]
         if len(whole) == len(self._here):
             return 0
         return self.size * leading(np.all(whole, axis=0) if whole else self._here.any(0))
 
     def _lost(self, keys: Any) -> int:
-        """Counts by pages that are here, or had one of these keys."""
+        """Counts tokens of pages that are here, or whose keys are among these lost ones."""
         gone = np.fromiter((key in keys for key in self.keys[1:]), bool, len(self.keys) - 1)
         return self.size * leading(gone | self._here.any(0))
 
     def _computing(self) -> int:
-        """Counts by prompts of sequences that wait to be computed."""
+        """Counts tokens of prompts that sequences have and have not computed."""
         best = 0
         for row, pending in self.tables.pending.items():
             key = None if row in self.tables.offloaded else self.tables.prefix_key(row)
@@ -209,7 +209,7 @@ class _Search:
         return best
 
     def _evicted(self) -> int:
-        """Counts by texts of sequences that a policy took tokens from."""
+        """Counts tokens of sequences' texts from which a policy evicted tokens."""
         best, tables = 0, self.tables
         for row in tables.live_rows().tolist() if tables.compacted else ():
             own_root = tables.prefix_keys[row][:1] == self.keys[:1]
@@ -220,7 +220,7 @@ class _Search:
         return best
 
     def _elsewhere(self) -> dict[str, int]:
-        """Counts by texts of other salts or adapters, from the beginning or where a salt begins."""
+        """Counts tokens of texts under other salts or adapters, where a salt may begin."""
         best = {"adapter": 0, "salt": 0}
         columns = {0, self.on_device // self.size, *self.chain.mixed}
         for column in (c for c in columns if c * self.size < self.wanted.size):
@@ -229,7 +229,7 @@ class _Search:
         return best
 
     def _others_at(self, column: int) -> Iterator[tuple[str, int]]:
-        """Pages of others that begin like a page of this text, and how far they go on like it."""
+        """Yields why pages of others are not found, and how many tokens from a column on agree."""
         rest = self.wanted[column * self.size :]
         begin, before = rest[: self.size], self.chain.before(self.keys[column], column)
         plain = self.index.root(first_of(self.salt))  # without adapters
@@ -244,10 +244,10 @@ class _Search:
             theirs = None if partial is None else partial[: -begin.itemsize]
             whole = key is not None and reach == self.size
             if theirs == before or (whole and key == self.keys[column + 1]):
-                continue  # this text's own
+                continue  # a page of this text
             parent = None if theirs is None else theirs[: len(self.keys[0])]
             if (parent != self.keys[column]) if column else self._is_page(parent):
-                continue  # of a text that goes on elsewhere
+                continue  # a page of another text, or from the middle of one
             is_plain = theirs == plain or (whole and key == page_key(plain, begin.tobytes()))
             if key is not None and whole:
                 reach += self.index.follow(key, rest[self.size :], self.filled)

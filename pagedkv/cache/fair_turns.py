@@ -5,8 +5,8 @@ pages may wait for rows of other threads to end, unless these threads have ended
 So a job gives up its own rows before it waits, stands in line, and meanwhile no rows of other jobs
 join. After pages ran short no row joins at all until one has left for good: so one of the running
 rows always comes to its end, and no two jobs put each other back for ever. Nobody takes pages from
-a paused stream: whoever paused it to look at them counts on them. A job that reads prompts of its
-caller's puts its rows back if others wait for their pages: what it reads may wait for the others.
+a paused stream: its caller may have paused it to look at them. A job that reads prompts from its
+caller puts its rows back if others wait for their pages: the next prompt may depend on the others.
 
 A forward of a `PagedCache` is a turn, too. It lasts from one hook to another, and other threads
 look from time to time whether its module is still called.
@@ -27,7 +27,7 @@ from pagedkv.interrupt import Uninterrupted
 
 from .lock import Forward, PagesLock
 
-POLL = 0.1  # seconds after which a waiting job looks again, since a thread may end without notice
+POLL = 0.1  # seconds after which a waiting job looks again: a thread may end without notice
 
 
 @dataclass
@@ -52,7 +52,7 @@ class Turn:
 
     @contextmanager
     def reading(self, put_back: Callable[[], None]) -> Iterator[None]:
-        """Reads prompts meanwhile; the holder of the lock may put the job's rows back."""
+        """While prompts are read within, the holder of the lock may put the job's rows back."""
         self.reads_since, self.put_back = monotonic(), put_back
         try:
             yield
@@ -61,13 +61,13 @@ class Turn:
 
     @property
     def is_held_up(self) -> bool:
-        """Whether the rows stand still until a prompt comes, for long or for the current thread."""
+        """Whether the rows wait for a prompt, for long or in the current thread."""
         waited = self.thread is current_thread() or monotonic() - self.reads_since > POLL
         return self.put_back is not None and waited
 
 
 class RowHolder(Protocol):
-    """Rows that are run by one thread at a time; those in `running` hold pages."""
+    """Rows that one thread at a time runs; the rows in `running` hold pages."""
 
     turn: Turn
 
@@ -77,7 +77,7 @@ class RowHolder(Protocol):
 
 @dataclass(eq=False)
 class _Caller:
-    """A thread that asks for the lock alone, and goes before all that had a turn."""
+    """A thread that asks only for the lock, and goes before all jobs that had a turn."""
 
     running: Sequence[Any] = ()
     turn: Turn = field(default_factory=lambda: Turn(wanted=True))
@@ -86,7 +86,7 @@ class _Caller:
 class Turns:
     """The jobs on one cache.
 
-    The holder of its lock calls all but `ask`, `forget`, `begin_forward` and `end_forward`.
+    Only `ask`, `forget`, `begin_forward` and `end_forward` may be called without the cache's lock.
 
     Attributes:
         departures: how often rows have left for good.
@@ -126,7 +126,7 @@ class Turns:
         job.turn.wanted = job not in self._line
 
     def begin(self, job: RowHolder) -> None:
-        """Begins a turn, after the turns of jobs that come first.
+        """Waits for the turns of jobs that come first, then begins a turn.
 
         A job in line waits until a row has left since its last turn.
         """
@@ -160,7 +160,7 @@ class Turns:
         self._changed.notify_all()
 
     def forget(self, job: RowHolder) -> None:
-        """Takes out a job without a word to others: for a finalizer, which may run at any point."""
+        """Takes out a job and wakes no thread: for a finalizer, which may run at any point."""
         if self._in_turn is job:
             self._in_turn = None
         for jobs in (self._jobs, self._line):
@@ -171,7 +171,7 @@ class Turns:
     def begin_forward(self, forward: Forward) -> None:
         """Waits for the turn of a forward, which lasts until `end_forward`.
 
-        A forward of a thread that has a turn, or holds the lock, is a part of that.
+        If the thread has a turn or holds the lock already, the forward is a part of that.
         """
         lock = self._lock
         if lock.is_held:
@@ -201,8 +201,8 @@ class Turns:
             return
         if not self._asleep:
             self._lock.forward = None
-        if self._asleep:  # perhaps since: it was counted before it looked
-            with self._lock.raw:  # of C: an interrupt could come between the lines of a Condition's
+        if self._asleep:  # looked at again: a thread counts itself before it looks at `forward`
+            with self._lock.raw:  # C code; an interrupt could fall between lines of a Condition's
                 if self._lock.forward is forward:
                     self._lock.forward = None
                 self._changed.notify_all()
@@ -226,14 +226,14 @@ class Turns:
         return True
 
     def may_join(self, job: RowHolder) -> bool:
-        """Whether no job stands in line before this one, but for those that a prompt holds up."""
+        """Whether every job in line before this one, if there is any, waits for a prompt."""
         return next((o for o in self._line if o is job or not o.turn.is_held_up), job) is job
 
     def others_may_leave(self, job: RowHolder) -> bool:
         """Whether rows of other jobs will leave if this job waits.
 
-        Rows of this job's own thread will not, nor rows of a thread that has ended or stands in
-        line: the stream they belong to is paused. Nor will rows that a prompt holds up.
+        Rows of this job's own thread will not leave, nor rows of a thread that has ended or stands
+        in line: their stream is paused. Nor will rows leave that wait for a prompt.
         """
         held = {current_thread(), *(other.turn.thread for other in self._line)}
         return any(
@@ -246,10 +246,10 @@ class Turns:
         )
 
     def others_put_back(self, job: RowHolder) -> bool:
-        """Whether other jobs held pages while they read prompts; now their rows wait for pages."""
+        """Puts back the rows of jobs that hold pages while they read prompts; whether any did."""
         reading = [o for o in self._jobs if o is not job and o.running and o.turn.is_held_up]
         for other in reading:
-            if (put_back := other.turn.put_back) is not None:  # else it has just got its prompt
+            if (put_back := other.turn.put_back) is not None:  # None if it has just got its prompt
                 put_back()
         return bool(reading)
 
@@ -271,10 +271,10 @@ class Turns:
         return first and self._is_free()
 
     def _wait_until(self, ready: Callable[[], bool], caller: RowHolder | None = None) -> bool:
-        """Whether a condition is true within `POLL` seconds, in which others may take the lock.
+        """Whether a condition is true within `POLL` seconds; meanwhile others may take the lock.
 
         Args:
-            caller: who is to be seen to wait meanwhile.
+            caller: is listed among the jobs meanwhile, so that others see it wait.
         """
         if ready():
             return True

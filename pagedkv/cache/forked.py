@@ -1,6 +1,6 @@
-"""Pages in a child of `os.fork`, where the threads that may hold their lock are not.
+"""Pages in a child of `os.fork`, which lacks the threads that may hold their lock.
 
-What a child is given is a copy of all pages, in the middle of whatever the parent did with them.
+The child has a copy of all pages, in the middle of whatever the parent did with them.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def _refuse() -> None:
 def _refused(cache: object, name: str) -> Any:
     if name in ("__class__", "__dict__"):
         return object.__getattribute__(cache, name)
-    if name == "release_later":  # which finalizers call
+    if name == "release_later":  # finalizers call it
         return lambda seqs: None
     raise ForkedError(
         f"{name}: these pages were made before os.fork and are the parent's; make others in the "

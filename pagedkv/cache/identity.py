@@ -1,4 +1,4 @@
-"""Identifies the model that computes K and V: only for it are files and cached prefixes valid."""
+"""Identifies the model that computes K and V: files and cached prefixes are valid only for it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Identity:
         return self._fingerprint
 
     def weights(self) -> bytes:
-        """The fingerprint of weights, for prefixes that outlast the process; empty without one."""
+        """The fingerprint of weights, for prefixes that outlast the process; empty if unknown."""
         return self._fingerprint
 
     def salted(self, salt: Salt) -> Salt:
@@ -33,4 +33,4 @@ class Identity:
         return salt
 
     def forget_stale(self, forget: Callable[[], None]) -> None:
-        """Calls `forget` if prefixes were computed with weights that have changed since."""
+        """Calls `forget` if the weights have changed since prefixes were computed."""

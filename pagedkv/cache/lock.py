@@ -1,8 +1,8 @@
-"""The lock of a pool, which waits for the forward that is under way on its pages as well.
+"""The lock of a pool; who takes it also waits for a forward that is under way on the pages.
 
-A forward does not hold the lock from one hook to another, because an interrupt may end it and is
-told to no hook. It stands in the lock as the one whose turn it is, and another thread can see that
-it is over (`fair_turns.py`).
+A forward does not hold the lock from one hook to another, because an interrupt may end the forward
+and no hook learns of it. Instead `PagesLock.forward` names the forward whose turn it is, and other
+threads can see when it is over (`fair_turns.py`).
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ class Forward(Protocol):
     """A forward that has its turn, or waits for it.
 
     Attributes:
-        running: its rows that would leave if others waited: none.
-        turn: a `Turn`, of its cache.
+        running: empty, because no row of a forward leaves while others wait.
+        turn: its `Turn` on the cache.
     """
 
     running: Sequence[Any]
@@ -31,10 +31,10 @@ class Forward(Protocol):
         """Whether the current thread holds it."""
 
     def is_over(self) -> bool:
-        """Whether its thread has ended, or has left it without a word."""
+        """Whether its thread has ended, or has left the forward and no hook has run."""
 
     def abort(self) -> None:
-        """Takes back what it did to the pages. Called by the holder of the lock."""
+        """Undoes the forward's changes of the pages. The caller holds the lock."""
 
 
 class PagesLock:
@@ -43,7 +43,7 @@ class PagesLock:
     Attributes:
         raw: the lock itself, without a wait for forwards.
         forward: the forward that has its turn; `Turns` alone writes it.
-        wait_for_forward: what `Turns` does, weakly referred to.
+        wait_for_forward: a weak reference to `Turns.wait_for_forward`.
     """
 
     def __init__(self) -> None:
@@ -61,7 +61,7 @@ class PagesLock:
         return owned
 
     def require_free(self) -> bool:
-        """Returns whether it `is_held`; it may also be free.
+        """Returns `is_held`, and raises if another thread's forward has its turn.
 
         Raises:
             OpenStepError: a forward of another thread is under way.
@@ -76,7 +76,7 @@ class PagesLock:
         return held
 
     def __enter__(self) -> None:
-        # Between the lines of `try` an interrupt finds the lock taken.
+        # If an interrupt comes after `acquire`, the lock is released again.
         try:
             self.raw.acquire()
             if self.forward is not None and self.wait_for_forward is not None:
@@ -90,5 +90,5 @@ class PagesLock:
 
     @property
     def __exit__(self) -> Callable[..., None]:
-        """A function of C, which no interrupt cuts in two."""
+        """A function in C, which no interrupt can cut in two."""
         return self.raw.__exit__

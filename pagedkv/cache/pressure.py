@@ -1,8 +1,8 @@
-"""Memory pressure: the user's callback that may free pages before a call fails for want of them.
+"""Memory pressure: a callback of the user's may free pages before a call fails that lacks them.
 
-A cache does not offload by itself: only its owner knows who speaks next. The callback is no field
-of `CacheConfig`, which says what pages are, and no argument of a call: under `generate` the caller
-is not the user.
+A cache does not offload by itself: only its owner knows which sequence goes on next. The callback
+is no field of `CacheConfig`, which describes pages, and no argument of a call, because under
+`generate` the user does not make the call.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Pressure:
     idle: tuple[int, ...]
 
 
-OnPressure = Callable[[Any, Pressure], bool]  # given a PagedKVCache and the call that is short
+OnPressure = Callable[[Any, Pressure], bool]  # takes a PagedKVCache and the pressure
 
 
 def offload_idle(cache: Any, pressure: Pressure) -> bool:
@@ -71,13 +71,13 @@ class PressureHandler:
         self._clock = 0
 
     def touch(self, rows: Ints) -> None:
-        """Notes that rows have a step now, so that they are the last to be called idle."""
+        """Notes that rows have a step now, so that `idle` lists them last."""
         self._clock += 1
         self._stepped[0, rows], self._stepped[1, rows] = self._clock, self._tables.seqs[rows]
 
     def ask(self, cache: Any, call: str, seqs: Sequence[int], error: OutOfPagesError) -> bool:
         """Whether the call is worth another try."""
-        if self._asking:  # the call is one that the callback itself makes
+        if self._asking:  # the callback itself made this call
             return False
         tables, step = self._tables, cache.open_step
         busy = {*seqs, *cache.running, *(step.seqs.tolist() if step is not None else ())}
@@ -96,7 +96,7 @@ class PressureHandler:
         return bool(again) and self._state() != before
 
     def _state(self) -> list[list[int]]:
-        """The numbers of which one must change before another try can succeed."""
+        """Returns numbers; another try can succeed only after one of them has changed."""
         tables = self._tables
         numbers = tables.seqs, tables.num_pages, tables.reservations.available()
         return [each.tolist() for each in numbers]
@@ -113,7 +113,7 @@ def retrying(
     """Tries a call that needs pages, and tries again each time the callback has made room.
 
     Args:
-        undo: takes back the result of an attempt that an interrupt keeps from the caller.
+        undo: takes back an attempt's result if an interrupt keeps it from the caller.
     """
     while True:
         try:

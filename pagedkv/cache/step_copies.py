@@ -1,4 +1,4 @@
-"""A step's work on bytes of pages beside its layers' writes: copies before, moves, coding after."""
+"""Copies pages before a step's layers write, and moves and codes tokens after."""
 
 from __future__ import annotations
 
@@ -50,11 +50,11 @@ class StepCopies:
         step.watch(statistics.queries(plan.new), statistics)
 
     def move(self, plan: PagePlan, kept: Ints, places: Ints) -> None:
-        """Moves K and V of the tokens kept side by side, behind those before the step.
+        """Moves K and V of the kept tokens to the slots that follow the text before the step.
 
         Args:
-            kept: `[B]`, how many of each sequence.
-            places: of them all, among the new tokens of their sequence.
+            kept: `[B]`, how many new tokens each sequence keeps.
+            places: the place of every kept token among the new tokens of its sequence.
         """
         config = self._config
         if config.policy is not None or config.staged:

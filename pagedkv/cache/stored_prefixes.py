@@ -1,9 +1,9 @@
-"""Prefixes that last: what a cache finds in a `PrefixStore`, and what it leaves there.
+"""Prefixes that outlast the process: a cache reads them from a `PrefixStore` and writes them there.
 
-A text is stored in pieces of some whole pages. `fetch` brings pieces that the cache does not have
-into pages, where the ordinary lookup of `add` finds them. Pieces are written when a prompt has been
-computed, as long as they are few, and else when a second prompt has them, so that a job of many
-prompts behind one beginning writes the beginning.
+A text is stored in pieces of a few whole pages. `fetch` brings pieces that the cache does not have
+into pages, where the ordinary lookup of `add` finds them. While few pieces have been written, a
+prompt's pieces are written as soon as it is computed. Later a piece is written only when a second
+prompt has it, so a job of many prompts with one beginning writes only the beginning.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from pagedkv.saving.match import Found, Saved
 from pagedkv.saving.store import PrefixStore
 from pagedkv.storage.memory import host_memory
 
-MOST_ROOTS = 4096  # salts whose first key is remembered
+MOST_ROOTS = 4096  # at most so many salts' first keys are remembered
 
 
 class Text:
@@ -43,17 +43,17 @@ class Text:
         self.tables: PageTables = cache._tables
 
     def cut(self, length: int) -> Text:
-        """Its first tokens."""
+        """Returns a `Text` of the first tokens."""
         return Text(self.cache, self.tokens[:length], self.salt)
 
     def pages(self) -> Ints:
-        """`[groups, n]`, the pages that the cache has of its complete ones; -1 for none."""
+        """Returns `[groups, n]`: the page of each complete page of the text; -1 if not cached."""
         index = self.tables.index
         keys = page_keys(index.chain(self.salt), self.tokens, self.tables.page_size)
         return index.find_all(keys)
 
     def found(self) -> int:
-        """How many of its tokens the cache has in pages."""
+        """Counts the text's leading tokens that the cache has in pages."""
         index, filled = self.tables.index, self.tables.pool.filled
         return index.match(index.chain(self.salt), self.tokens, filled).length
 
@@ -62,7 +62,7 @@ class StoredPrefixes:
     """The stored prefixes of one cache.
 
     Attributes:
-        tokens_found: tokens that files brought.
+        tokens_found: how many tokens were loaded from files.
 
     Raises:
         ValueError: prefixes of such a cache cannot be stored.
@@ -89,17 +89,17 @@ class StoredPrefixes:
         self._whole = [g for g, window in enumerate(windows) if window is None]
         self._identity: Any = None
         self._roots: dict[bytes, bytes] = {}  # by salt
-        self._used: set[bytes] = set()  # digests of weights since prefixes were forgotten
+        self._used: set[bytes] = set()  # digests of weights, used since prefixes were forgotten
         self._ambiguous: set[bytes] = set()  # digests that other weights may have as well
-        self._windows_tried: set[bytes] = set()  # what they lack is not stored either
+        self._windows_tried: set[bytes] = set()  # last keys; no second fetch for windows
         self._computing: dict[int, tuple[Tokens, Salt]] = {}  # prompts, by sequence
         self.tokens_found = 0
 
     def forget_weights(self) -> None:
-        """Notes that prefixes were forgotten, as a change of weights demands.
+        """Notes that prefixes were forgotten, because the weights may have changed.
 
-        If the weights have the same digest afterwards, it cannot tell old from new: the change
-        missed its samples. Nothing is found or stored under such a digest any more.
+        A digest samples weights, so changed weights may have the old digest. Nothing is found or
+        stored any more under a digest that was used before.
         """
         self._ambiguous |= self._used
         self._used.clear()
@@ -109,11 +109,11 @@ class StoredPrefixes:
     # ------------------------------------------------------------------ explain
 
     def is_on(self, cache: Any) -> bool:
-        """Whether anything can be found: the cache must know which model computes its K and V."""
+        """Whether prefixes can be found: the cache must know which model computes its K and V."""
         return bool(self._root(cache, b""))
 
     def reach(self, text: Text) -> int:
-        """How many tokens of a prompt are in files, or in pages before them."""
+        """Counts a prompt's tokens in files, with the pages before them; 0 if no file has more."""
         here = self._in_cache(text)
         there = self._stored_to(self._keys(text), here)
         return 0 if there == here else there * self._size
@@ -121,7 +121,7 @@ class StoredPrefixes:
     # ------------------------------------------------------------------ prompts come and are done
 
     def fetch(self, text: Text) -> None:
-        """Brings what is stored of a prompt, and not in the cache, into pages."""
+        """Loads stored pieces of a prompt that the cache lacks into pages."""
         has_room = text.tables.free_rows and text.tokens.size <= text.tables.max_length
         if text.cache.open_step is None and has_room:
             self._fetch(text)
@@ -147,17 +147,17 @@ class StoredPrefixes:
             self._write(text, missing, first=False)
 
     def checkpointed(self, cache: Any, seq: int) -> None:
-        """Writes the state that a sequence keeps, of a model that has any."""
+        """Writes the state that a sequence keeps; does nothing for models without states."""
 
     def expect(self, seq: int, tokens: Tokens, salt: Salt) -> None:
-        """Notes a prompt, some of whose tokens will be computed."""
+        """Notes a prompt that will be computed in part, to be stored then."""
         if tokens.size >= self._size:
             self._computing[seq] = tokens, salt
 
     def committed(self, cache: Any) -> None:
-        """Writes prompts that have been computed, after any step.
+        """Writes prompts that have been computed; called after each step.
 
-        Where there are windows also what has been computed so far: later its pages may be gone.
+        With windows it also writes the computed part of others: later its pages may be gone.
         """
         tables = cache._tables
         for seq in list(self._computing):
@@ -173,7 +173,7 @@ class StoredPrefixes:
                 self._write(Text(cache, tokens, salt), range(whole), first=True)
 
     def keep(self, cache: Any, seq: int, salt: Salt) -> int:
-        """Writes all of a text that is findable; returns how many of its tokens are stored."""
+        """Writes the findable part of a text; returns how many of its tokens are stored."""
         if cache.open_step is not None:
             raise OpenStepError("store: a step is open, commit or abort it first")
         text = self._text_of(cache, seq, salt)
@@ -191,7 +191,7 @@ class StoredPrefixes:
 
         Args:
             text: the text up to the end of the piece, whose first column is `first`.
-            with_state: whether it ends in a state, which becomes a checkpoint.
+            with_state: whether the piece ends in a state, which becomes a checkpoint.
         """
         cache = text.cache
 
@@ -208,22 +208,22 @@ class StoredPrefixes:
                 if with_state:
                     cache.checkpoint(seq)
                 cache._end([text.tables.row_of(seq)])
-        except WrongShapeError as error:  # of fp8 numbers too large for the scales of this cache
+        except WrongShapeError as error:  # fp8 numbers too large for this cache's scales
             self.store.pass_over(key, error)
             return False
-        except (OutOfPagesError, MemoryError):  # then it is computed, where there is room
+        except (OutOfPagesError, MemoryError):  # then the piece is computed
             return False
         return True
 
     def _write(self, text: Text, numbers: Iterable[int], first: bool) -> None:
-        """Writes pieces of a text that are not stored yet, as far as the cache has their pages."""
+        """Writes pieces of a text that are not stored yet, if the cache has their pages."""
         keys = self._keys(text)
         numbers = [n for n in numbers if n < len(keys) and not self.store.has(keys[n])]
         if not numbers or not self._is_current(text.cache):  # else its pages are not findable
             return
         pages = text.pages()
         written = False
-        # The end first: a text is found once all of it is there.
+        # The last piece is written first, so that a text is found only once all of it is there.
         for number in reversed(numbers):
             if not self.store.may_write():
                 break
@@ -236,7 +236,7 @@ class StoredPrefixes:
     def _write_piece(
         self, cache: Any, key: bytes, pages: Ints, length: int, first: bool, slot: int = NO_SLOT
     ) -> bool:
-        """Whether a piece is stored now: these pages up to a length, and the state in a slot."""
+        """Writes pages up to a length, and the state of a slot; whether the piece is stored now."""
         try:
             with host_memory("add"):
                 parts = cache._tables, cache._storage, cache.config
@@ -250,13 +250,13 @@ class StoredPrefixes:
     # ------------------------------------------------------------------ keys
 
     def _stored_to(self, keys: list[bytes], there: int) -> int:
-        """How many leading pieces of some are stored, if the first `there` are."""
+        """Counts the leading keys whose pieces are at hand, if the first `there` are."""
         while there < len(keys) and self.store.has(keys[there]):
             there += 1
         return there
 
     def _is_current(self, cache: Any) -> bool:
-        """Whether prefixes are those of the weights as they are; if not, they are forgotten now."""
+        """Forgets prefixes of former weights; whether the known keys are still valid."""
         cache.identity.forget_stale(cache.clear_prefixes)
         return bool(self._roots)
 
@@ -287,7 +287,7 @@ class StoredPrefixes:
         return root
 
     def _in_cache(self, text: Text) -> int:
-        """Counts leading pieces in the cache; groups with a window count only if all have one."""
+        """Counts leading pieces in the cache; windows matter only if all groups have one."""
         whole = text.cut(text.tokens.size // self._size * self._size)
         if not self._whole:
             return whole.found() // self._size
@@ -295,12 +295,12 @@ class StoredPrefixes:
         return leading(here.all(0)) // self._columns
 
     def _first_needed(self, text: Text, keys: list[bytes], here: int, there: int) -> int:
-        """The first of `there` stored pieces to load, of which the cache has `here`."""
+        """Returns the first of `there` pieces to load, if the cache has `here` of them."""
         if not self._bounded or not there or keys[there - 1] in self._windows_tried:
             return here
         end = there * self._size
         if text.cut(end).found() >= end:
             return there
         self._windows_tried.add(keys[there - 1])
-        # Of windows the end is needed, wherever the rest is.
+        # Groups with a window need the end, wherever the other groups' pages are.
         return min(here, max(0, there - 1 - -(-max(self._bounded) // self._size)))

@@ -1,8 +1,8 @@
-"""Prefixes that last, of models with recurrent states: pieces, and the states of checkpoints.
+"""Stored prefixes of models with recurrent states: pieces, and the states of checkpoints.
 
-A state is of use at its own length alone, so its file is found by all ids up to there. It holds the
-state and the pages behind the last whole piece. A state is written when `checkpoint` keeps it
-within a prompt; it is brought back where `add` would find less.
+A state is useful only at its own length, so the key of its file is made of all ids up to there.
+The file holds the state and the pages behind the last whole piece. A state is written when
+`checkpoint` keeps it within a prompt; it is loaded if `add` would find less without it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class StoredStates(StoredPrefixes):
     def __init__(self, store: Any, config: CacheConfig) -> None:
         super().__init__(store, config)
         self._rows = config.max_sequences
-        # By row, that of the last sequence that had one: ids are those of a row, modulo the rows.
+        # By row, the prompt of its last sequence with one; a sequence's row is its id modulo rows.
         self._prompts: dict[int, tuple[Tokens, Salt]] = {}
 
     def reach(self, text: Text) -> int:
@@ -36,9 +36,9 @@ class StoredStates(StoredPrefixes):
         return self._longest(text.cut(-1), self._held(text), there)[0]
 
     def _fetch(self, text: Text) -> None:
-        """Pages come first, also those behind the last state.
+        """Loads pages first, also the pages behind the last state.
 
-        Whoever computes a text whose pages are there sees where it is worth to keep a state.
+        From the pages that are there the caller sees where a state is worth keeping.
         """
         before, held = self.tokens_found, self._held(text)
         super()._fetch(text)
@@ -69,7 +69,7 @@ class StoredStates(StoredPrefixes):
             self._write_state(Text(cache, tokens[:length], salt), first=True)
 
     def keep(self, cache: Any, seq: int, salt: Salt) -> int:
-        """See `StoredPrefixes`; the state that the sequence has now is kept, too."""
+        """Writes like `StoredPrefixes.keep`, and keeps the sequence's current state, too."""
         super().keep(cache, seq, salt)
         text = self._text_of(cache, seq, salt)
         if text.tokens.size:
@@ -81,14 +81,14 @@ class StoredStates(StoredPrefixes):
     # ------------------------------------------------------------------ one state
 
     def _longest(self, text: Text, above: int, pieces_there: int) -> tuple[int, bytes]:
-        """The longest prefix of which a state is stored: its length, and the key of the file.
+        """Finds the longest prefix with a stored state: its length, and the key of the file.
 
         Args:
-            above: a length, of which only longer prefixes are looked for.
-            pieces_there: leading pieces that can be had; beyond them a state is of no use.
+            above: only prefixes longer than this are looked for.
+            pieces_there: how many leading pieces are at hand; a state beyond them is useless.
 
         Returns:
-            Length 0 where there is none.
+            Length 0 if there is none.
         """
         chain, tokens = self._chain(text), text.tokens
         if not chain.root or above >= tokens.size:
@@ -104,7 +104,7 @@ class StoredStates(StoredPrefixes):
         return 0, b""
 
     def _write_state(self, text: Text, first: bool) -> None:
-        """Writes the state at the end of a text, if the cache keeps it, and the pieces before."""
+        """Writes the state at a text's end, if the cache keeps one, and the pieces before it."""
         keys, chain, tokens = self._keys(text), self._chain(text), text.tokens
         number = len(keys)
         before, behind = [chain.root, *keys][-1], tokens[number * self._size :]
