@@ -52,7 +52,7 @@ def check_pool(pool: PagePool, owners: np.ndarray, what: str) -> None:
     """Raises unless the pages of a pool have these owners, and each is live, cached or free.
 
     Args:
-        what: what a page of this pool is called.
+        what: the word for a page of this pool in errors.
     """
     total = len(pool.refcount) - 1
     _all(owners == pool.refcount[:-1], f"references differ from owners: {what}")
@@ -134,7 +134,7 @@ def _check_coded(
 
     Args:
         table: the row's pages in a group.
-        texts: the column of the text that each of them holds.
+        texts: the column of its text that each page holds.
     """
     complete = texts < int(tables.lengths[row]) // tables.page_size
     staging = table >= tables.first_staging[group]

@@ -1,4 +1,4 @@
-"""Checkpoints: prefixes of which the state is kept, and which sequences can go back to them."""
+"""Checkpoints: prefixes whose state is kept, and the sequences that can go back to them."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ class PrefixKey(NamedTuple):
     """A prefix of any length: the key of its complete pages, and the ids behind them.
 
     Attributes:
-        pages: the key of the complete pages, and the salt that begins behind them if there is a
-            tail; empty for a text whose ids are not known, which only its own sequences find.
-        tail: ids behind the complete pages, as bytes; a number that nobody else has where the ids
-            are not known.
+        pages: the key of the complete pages; with a tail, also the salt that begins behind them.
+            Empty for a text whose ids are not known: only its own sequences find it.
+        tail: ids behind the complete pages, as bytes; for a text whose ids are not known, a number
+            that no other key has.
     """
 
     pages: bytes
@@ -29,21 +29,21 @@ class PrefixKey(NamedTuple):
 
     @classmethod
     def of(cls, chain: Chain, key: bytes, columns: int, tail: bytes) -> PrefixKey:
-        """Makes the key of a text of `columns` complete pages, the last of which has `key`."""
+        """Makes the key of a text of `columns` complete pages; `key` is the last page's."""
         return cls(chain.before(key, columns) if tail else key, tail)
 
 
 class Checkpoints:
-    """The state slot of each prefix that is kept; a slot is that of one checkpoint at most.
+    """The state slots of the prefixes that are kept; a slot has at most one checkpoint.
 
     Args:
-        num_slots: slots there may be.
-        max_sequences: rows, as of the page tables.
+        num_slots: how many slots there are.
+        max_sequences: rows, as in the page tables.
 
     Attributes:
-        slots: by prefix, in the order in which they were kept.
+        slots: slots by prefix, in the order in which they were kept.
         key_of: prefixes by slot.
-        findable: `[slots + 1]`, whether each slot is that of a checkpoint.
+        findable: `[slots + 1]`, whether each slot has a checkpoint.
     """
 
     def __init__(self, num_slots: int, max_sequences: int) -> None:
@@ -60,11 +60,11 @@ class Checkpoints:
     # ------------------------------------------------------------------ which there are
 
     def keep(self, row: int, length: int, slot: int, key: PrefixKey | None) -> int:
-        """Keeps the state in a slot, if no other has it, as that of a row's first tokens.
+        """Keeps a slot as the checkpoint of a row's first tokens, if no other slot is that.
 
         Args:
             length: how many tokens.
-            key: of these tokens; None if their ids are not known.
+            key: the key of these tokens; None if their ids are not known.
 
         Returns:
             The slot that has these tokens' state.
@@ -91,12 +91,12 @@ class Checkpoints:
         return slot
 
     def recycle(self, group: int, pages: list[int]) -> None:
-        """Forgets the checkpoints of slots that are reused, as a `PagePool` asks for it."""
+        """Forgets the checkpoints of slots that are reused; the `PagePool` calls this."""
         for slot in pages:
             self.forget(self.key_of[slot])
 
     def find(self, chain: Chain, tokens: Tokens, match: Match, page_size: int) -> int:
-        """The longest prefix within a match of pages that has a checkpoint: its length, or 0."""
+        """Finds the longest prefix with a checkpoint within a match of pages: its length, or 0."""
         for columns in range(match.length // page_size, -1, -1):
             pages = match.keys[columns - 1] if columns else chain.root
             first = columns * page_size
@@ -113,11 +113,11 @@ class Checkpoints:
     # ------------------------------------------------------------------ which a row can go back to
 
     def mark(self, row: int, length: int, key: PrefixKey) -> None:
-        """Notes that a row's first `length` tokens are those of a checkpoint."""
+        """Notes that a checkpoint has a row's first `length` tokens."""
         self._marks[row][length] = key
 
     def copy_marks(self, source: int, row: int) -> None:
-        """Lets a row go back where another can."""
+        """Lets a row go back to the checkpoints of another row."""
         self._marks[row] = dict(self._marks[source])
 
     def lengths(self, row: int) -> list[int]:
@@ -129,7 +129,7 @@ class Checkpoints:
         return self._marks[row][length]
 
     def unmark(self, row: int, length: int = -1) -> list[PrefixKey]:
-        """Forgets where a row could go back to beyond a length; by default everywhere.
+        """Forgets a row's checkpoints beyond a length; by default all of them.
 
         Returns:
             Checkpoints that nobody can find any more.
@@ -140,14 +140,14 @@ class Checkpoints:
         return [key for key in unfindable if not any(key in m.values() for m in self._marks)]
 
     def unmark_all(self) -> None:
-        """Forgets where any row could go back to: equal keys made later are not of these texts."""
+        """Forgets all rows' checkpoints: equal keys that are made later belong to other states."""
         for marks in self._marks:
             marks.clear()
 
     # ------------------------------------------------------------------ explain
 
     def check(self) -> None:
-        """Raises `CorruptCacheError` if what is known of checkpoints contradicts itself."""
+        """Raises `CorruptCacheError` if the records of checkpoints contradict each other."""
         kept = {slot: key for key, slot in self.slots.items()}
         if len(kept) < len(self.slots):
             raise CorruptCacheError("a state slot is kept by two checkpoints")

@@ -12,11 +12,11 @@ from pagedkv.arrays import Bools, Ints
 class DirtyEntries:
     """Indices of written entries.
 
-    Entries are marked by the places they are written to, not as columns of a text: pages move up
-    where others are evicted, and `evict` marks all that moved.
+    Marks are places in the tables, not columns of a text: an eviction moves later pages up, and
+    `evict` marks all that moved.
 
     Args:
-        shape: of the tables, `(groups, rows, columns)`.
+        shape: shape of the tables, `(groups, rows, columns)`.
     """
 
     def __init__(self, shape: tuple[int, ...]) -> None:
@@ -33,24 +33,24 @@ class DirtyEntries:
         self._marked.append((groups, rows, columns))
 
     def places(self) -> Ints:
-        """Flat indices into the tables, some of them perhaps twice."""
+        """Returns flat indices into the tables; some may occur twice."""
         nothing = np.empty(0, dtype=np.int64)
         return np.concatenate([nothing, *(self._flat(*index) for index in self._marked)])
 
     def clear(self) -> None:
-        """Forgets all entries: they were sent."""
+        """Forgets all entries, because they were sent."""
         self._marked.clear()
 
     @property
     def many(self) -> bool:
-        """Whether more is marked than steps leave: sequences came and went without one."""
+        """Whether many marks have gathered, because sequences came and went without a step."""
         return len(self._marked) > 2 * self._shape[1] + 64
 
     def forget_ended(self, live: Bools, columns: Ints) -> None:
         """Marks all entries of rows that are still in use, once each, and forgets the others.
 
         Args:
-            live, columns: of all rows, whether they are in use and how many entries they have.
+            live, columns: `[rows]`, whether each row is in use, and how many entries it has.
         """
         rows = np.unique(np.concatenate([np.ravel(rows) for _, rows, _ in self._marked]))
         self._marked = [

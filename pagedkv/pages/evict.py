@@ -4,8 +4,8 @@ How many pages leave follows from a budget or a share of the text, checked in `c
 sequence has filled a page, and from the pools' watermarks, checked in `prepare` before pages are
 taken. A policy chooses the pages; shared pages, the newest pages and pages that a reservation
 promised are never offered to it. The pages behind an evicted one move up in the table, so that
-attention sees no hole. A sequence that lost pages holds no prefix of a text any more: nothing of it
-is published from there on.
+attention sees no hole. A sequence that lost pages no longer holds a prefix of a text, so none of
+its later pages become findable.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from .out_of_pages import out_of_pages
 from .pool import within
 from .tables import PageTables
 
-# Reads statistics from the device: from their names, pages `[n]` and the owners `[n]` of these
-# pages it makes `[n]` numbers for each name.
+# Reads statistics from the device: takes their names, pages `[n]` and the owners `[n]` of these
+# pages, and returns `[n]` numbers for each name.
 Measure = Callable[[tuple[str, ...], Ints, Ints], dict[str, Floats]]
-# Averages values of some pages of a group into others: from the group, the pages that leave and the
-# pages that stay it computes the averages, and returns a function that writes them.
+# Averages values of pages that leave a group into pages that stay: takes the group, the pages that
+# leave and the pages that stay, computes the averages, and returns a function that writes them.
 Merge = Callable[[int, Ints, Ints], Callable[[], None]]
 
 
@@ -48,7 +48,7 @@ class Victims(NamedTuple):
 
 
 class _Held(NamedTuple):
-    """Whole pages of some tables, each the table of one row in one group: its owner.
+    """Whole pages of some tables. A page's owner is the table of one row in one group.
 
     Attributes:
         groups, rows: `[owners]`, the group and row of each table.
@@ -81,22 +81,22 @@ class Evictor:
         groups = range(len(config.groups))
         self._concerns = np.asarray([config.groups[g].window is None for g in groups])
         total = np.asarray([config.num_pages(g) for g in groups])
-        # A watermark of a small pool may round to no page at all: at least one can be taken.
+        # In a small pool a watermark may round to 0 pages, so it is at least 1.
         self._high = np.maximum((total * config.high_water).astype(np.int64), 1)
         self._low = np.maximum((total * config.low_water).astype(np.int64), 1)
 
     @classmethod
     def of(cls, config: CacheConfig, measure: Measure, merge: Merge) -> Evictor | None:
-        """The evictor a configuration asks for, if it does."""
+        """Returns the evictor of a configuration; None if it has no policy."""
         return None if config.policy is None else cls(config, config.policy, measure, merge)
 
     # ------------------------------------------------------------------ how many
 
     def over_budget(self, tables: PageTables, rows: Ints, lengths: Ints) -> Victims | None:
-        """The pages that rows hold beyond what stays of them once they have these lengths.
+        """Chooses the pages that rows hold beyond their budgets once they have these lengths.
 
-        Only rows that fill a page in this step are checked: a row may hold more than that because
-        its pages are shared, and would be ranked again in every step.
+        Only rows that fill a page in this step are checked: a row may stay over its budget because
+        its pages are shared, and would otherwise be ranked again in every step.
         """
         size = tables.page_size
         columns = lengths // size
@@ -115,10 +115,10 @@ class Evictor:
     def relieve(
         self, tables: PageTables, needed: Ints, room: Ints, grows: bool
     ) -> tuple[Ints, Victims | None]:
-        """The pages to evict where a step would pass the high watermark.
+        """Chooses the pages to evict if a step would pass the high watermark.
 
-        Sequences with most pages lose them first, as if all got the same budget. Where all pages
-        that may be evicted would not be enough, none is.
+        Sequences with most pages lose them first, as if all got the same budget. If all evictable
+        pages together are not enough, none is evicted.
 
         Args:
             needed: pages of every segment of the pool that the step takes.
@@ -126,8 +126,8 @@ class Evictor:
             grows: whether the pool may still grow by the pages that it does not have yet.
 
         Returns:
-            How many pages of every segment become free, never staging pages, because every sequence
-            needs its own; and the pages.
+            How many pages of every segment become free, and the pages. Staging pages are never
+            evicted, because every sequence needs its own.
         """
         pool, coded = tables.pool, slice(None, None, tables.kinds)
         short = needed - room - (pool.num_pages - pool.existing) * grows
@@ -162,8 +162,7 @@ class Evictor:
     def take(self, tables: PageTables, victims: Victims) -> None:
         """Takes pages out of their rows, and first merges their values if the policy asks for it.
 
-        Raises:
-            Whatever merging raises, for want of memory say; nothing was changed.
+        If merging raises, for example because memory is short, nothing was changed.
         """
         leaving, receivers = (_still_own(tables, entries) for entries in victims)
         merged = []
@@ -176,7 +175,7 @@ class Evictor:
                 if stay.size:
                     merged.append((group, stay, self._merge(group, leave, stay)))
         for group, stay, write in merged:
-            # With merged values they are no prefix of any other text.
+            # With merged values the pages hold no prefix of other texts any more.
             for page in stay[tables.pool.findable[stay]].tolist():
                 tables.index.forget(group, page)
             tables.pool.renew(stay)
@@ -188,7 +187,7 @@ class Evictor:
     def _held(
         self, tables: PageTables, groups: Ints, rows: Ints, whole: Ints, lengths: Ints
     ) -> _Held:
-        """The first `whole` columns of these tables."""
+        """Returns the first `whole` pages of these tables, and which of them may be evicted."""
         owner = np.repeat(np.arange(groups.size), whole)
         columns = within(whole)
         pages = tables.tables[groups[owner], rows[owner], columns]
@@ -205,7 +204,7 @@ class Evictor:
         measured, broken = {}, np.zeros(free.size, dtype=bool)
         if self.policy.needs:
             measured = self._measure(self.policy.needs, held.pages, held.owner)
-            # Pages with NaN or infinite statistics are evicted first, in their own sequence only.
+            # Pages with NaN or infinite statistics are evicted first within their sequence.
             broken = ~np.logical_and.reduce([np.isfinite(x[free]) for x in measured.values()])
         owner = held.owner[free]
         records = PageRecords(
@@ -221,7 +220,7 @@ class Evictor:
 
 
 def _checked(policy: Policy, answer: object, n: int) -> Floats:
-    """A policy's answer, if it is one number for each page."""
+    """Returns a policy's answer as floats; raises if it is not one number for each page."""
     name = f"{policy}.keep_scores"
     try:
         scores = np.asarray(answer)
@@ -243,7 +242,7 @@ def _lowest(held: _Held, scores: Floats, count: Ints) -> Victims:
     rank = np.arange(owner.size) - np.searchsorted(owner, owner)
     leaves = np.zeros(owner.size, dtype=bool)
     leaves[order] = (rank < count[owner]) & (scores[order] < np.inf)
-    # Pages that the policy keeps whatever happens (`inf`) receive nothing: they stay as they are.
+    # Pages with the score `inf`, which the policy never evicts, receive no merged values.
     takes_over = ~leaves & (~held.free | (scores < np.inf))
     return Victims(_entries(held, leaves), _entries(held, takes_over))
 
@@ -254,9 +253,9 @@ def _entries(held: _Held, chosen: np.ndarray) -> TableEntries:
 
 
 def _level(whole: Ints, spare: Ints, wanted: int) -> Ints:
-    """How many pages each owner gives, `wanted` in all, or as many as they can.
+    """Returns how many pages each owner gives, `wanted` in all, or as many as they can.
 
-    Each owner gives its pages above a common level, as far as these are spare; the level is the
+    Each owner gives its pages above a common level, as far as it can spare them; the level is the
     highest one that yields enough.
 
     Args:
@@ -269,7 +268,8 @@ def _level(whole: Ints, spare: Ints, wanted: int) -> Ints:
         enough = np.minimum(spare, np.maximum(whole - middle, 0)).sum() >= wanted
         low, high = (middle, high) if enough else (low, middle - 1)
     given = np.minimum(spare, np.maximum(whole - low, 0))
-    # The next level up yields too little, so some owners that give one page less there keep it.
+    # The next higher level yields too little. So some owners that would give one page less there
+    # keep this page.
     surplus = max(0, int(given.sum()) - wanted)
     last = np.flatnonzero(given > np.minimum(spare, np.maximum(whole - low - 1, 0)))
     given[last[:surplus]] -= 1
@@ -277,7 +277,7 @@ def _level(whole: Ints, spare: Ints, wanted: int) -> Ints:
 
 
 def make_room(tables: PageTables, evictor: Evictor | None, needed: Ints, room: Ints) -> None:
-    """Evicts or grows until a step has its pages.
+    """Evicts pages or grows the pool until a step has its pages.
 
     Args:
         needed: pages of every segment of the pool that the step takes.
@@ -305,9 +305,9 @@ def make_room(tables: PageTables, evictor: Evictor | None, needed: Ints, room: I
 
 
 def _still_own(tables: PageTables, entries: TableEntries) -> TableEntries:
-    """The entries whose page no other sequence shares: since they were chosen, one may have come.
+    """Returns the entries whose page no other sequence owns.
 
-    A commit can give its sequence a page that was published earlier.
+    Since the entries were chosen, a commit may have given a sequence a page published earlier.
     """
     pages = tables.tables[entries]
     mine = tables.pool.refcount[pages] == 1

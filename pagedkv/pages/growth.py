@@ -1,11 +1,10 @@
-"""A pool that grows by increments and gives memory back: when pages exist and when they do not.
+"""A pool that grows by increments of pages and gives memory back.
 
-The pool is laid out for its largest size, so ids, tables and arrays never change; what grows is how
-many of the first pages of each group exist. A step that finds no page free first reuses cached
-prefixes and then grows the pool: growing first would take every pool to its limit in time, because
-the pages of every sequence that ends stay findable, and memory that was never taken serves others.
-A reservation counts existing pages only, and the pool grows at once when it is made, so that it can
-be kept.
+The pool is laid out for its largest size, so ids, tables and arrays never change; only the number
+of each group's first pages that exist grows. A step that finds no free page first reuses cached
+prefixes and then grows the pool. If it grew first, every pool would reach its limit in time,
+because pages of ended sequences stay findable; and memory that was never taken serves others.
+A reservation counts only existing pages, so the pool grows at once when a reservation is made.
 """
 
 from __future__ import annotations
@@ -27,9 +26,9 @@ class PoolGrowth:
         pool: begins with one increment of pages; its staging pages are there from the start.
         increment: pages that each group grows by.
         kinds: segments of the pool that a group has; the first one grows.
-        resize: called with the number of pages of each group that are to exist, before new ones
-            are handed out or after some were withdrawn. It raises MemoryError, changing nothing, if
-            they do not fit.
+        resize: takes how many pages of each group shall exist; called before new pages are handed
+            out and after pages were withdrawn. It raises MemoryError and changes nothing if they
+            do not fit.
     """
 
     def __init__(
@@ -41,7 +40,7 @@ class PoolGrowth:
         resize: Callable[[list[int]], None],
     ) -> None:
         self.count = 0  # how often the pool grew
-        self.refused: MemoryError | None = None  # why it did not when it was last asked to
+        self.refused: MemoryError | None = None  # why the last attempt to grow failed
         self._increment = pool.num_pages.copy()
         self._increment[::kinds] = increment
         self._kinds = kinds
@@ -51,10 +50,10 @@ class PoolGrowth:
         pool.resize(self._increment)
 
     def cover(self, short: Ints) -> bool:
-        """Grows each segment by at least the pages it is short of, or grows none and says False.
+        """Grows each segment by at least the pages it lacks, or grows none and returns False.
 
         Args:
-            short: `[segments]`, 0 or less where there are enough.
+            short: `[segments]`, missing pages; 0 or less if a segment has enough.
         """
         pool = self._pool
         steps = -(-np.maximum(short, 0) // self._increment)
@@ -79,16 +78,16 @@ class PoolGrowth:
         steps = np.maximum(-(-least // self._increment), 1)
         existing = np.minimum(steps * self._increment, pool.existing)
         if (existing < pool.existing).any():
-            pool.resize(existing)  # first: if memory fails, no sequence gets pages that lost theirs
+            pool.resize(existing)  # first: if `resize` fails, no sequence gets pages without memory
             self._resize(existing[:: self._kinds].tolist())
 
     def absent(self) -> list[tuple[int, int]]:
-        """The first id of each group's pages that do not exist yet, and the id behind the last."""
+        """Returns, by group, the first id of pages that do not exist and the id behind the last."""
         pool, kinds = self._pool, self._kinds
         first = pool.base[:-1:kinds] + pool.existing[::kinds]
         return list(zip(first.tolist(), pool.base[1::kinds].tolist()))
 
     def free_pages(self) -> list[Ints]:
-        """Free pages of each group, as ids within it, ascending."""
+        """Returns the free pages of each group, as ids within the group, ascending."""
         segments = range(0, len(self._pool.num_pages), self._kinds)
         return [self._pool.free_pages(s) - self._pool.base[s] for s in segments]

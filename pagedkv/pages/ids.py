@@ -18,7 +18,7 @@ from .tables import PageTables
 
 
 def as_ids(name: str, tokens: Any) -> Tokens:
-    """Token ids as int32, checked: `[n]`."""
+    """Checks token ids and returns them as int32, `[n]`."""
     ids = np.asarray(tokens)
     if ids.size == 0 and ids.dtype.kind == "f":  # an empty list has no integer type
         ids = ids.astype(np.int64)
@@ -36,7 +36,7 @@ def as_ids(name: str, tokens: Any) -> Tokens:
 
 
 def pack(name: str, tokens: Any, batch: int, may_be_empty: bool = False) -> tuple[Tokens, Ints]:
-    """Ids of several sequences, packed, and how many each has."""
+    """Returns ids of several sequences, packed, and how many each has."""
     if hasattr(tokens, "dtype") or not any(map(_has_length, tokens)):
         flat = np.asarray(tokens)
         if flat.ndim == 0 or flat.shape[0] != batch or flat.ndim > 2:
@@ -68,20 +68,20 @@ def _has_length(item: Any) -> bool:
 
 
 def _first_of_each(count: Ints, kept: Ints) -> Ints:
-    """Indices of the first `kept[b]` of `count[b]` packed items of every sequence."""
+    """Returns indices of every sequence's first `kept[b]` of its `count[b]` packed items."""
     return np.repeat(np.cumsum(count) - count, kept) + within(kept)
 
 
 def feed(
     tables: PageTables, rows: Ints, tokens: Any, num_new: Any, most: int
 ) -> tuple[Tokens | None, Ints]:
-    """The new ids of a step, packed, and how many each row gets.
+    """Returns the new ids of a step, packed, and how many each row gets.
 
-    Without `tokens`, rows with an uncached prompt take their ids from it; those of the others are
-    -1, and without any prompt there are none at all.
+    Without `tokens`, rows with an uncached prompt take their ids from it; the ids of other rows
+    are -1. If no row has an uncached prompt, the ids are None.
 
     Args:
-        most: tokens that one step may add.
+        most: how many tokens one step may add.
     """
     pending = tables.pending
     if tokens is not None:
@@ -109,7 +109,7 @@ def feed(
         raise ValueError(f"num_new: expected at least 1 for every sequence, got {new.min()}")
     if not pending:
         return None, new
-    require_short(tables, rows, tables.lengths[rows] + new, new, most)  # before there are the ids
+    require_short(tables, rows, tables.lengths[rows] + new, new, most)  # before the ids are made
     parts = []
     for row, count in zip(rows.tolist(), new.tolist()):
         left = pending.get(row)
@@ -126,11 +126,11 @@ def feed(
 
 
 def require_short(tables: PageTables, rows: Ints, end: Ints, new: Ints, most: int) -> int:
-    """How many tokens a step has, if neither it nor a sequence of it becomes too long.
+    """Returns how many tokens a step has; raises if it or one of its sequences becomes too long.
 
     Args:
         end: `[B]`, committed and new tokens of each row.
-        most: tokens that one step may add.
+        most: how many tokens one step may add.
 
     Raises:
         SequenceTooLongError: the step or a sequence would be longer than this cache allows.
@@ -152,7 +152,7 @@ def require_short(tables: PageTables, rows: Ints, end: Ints, new: Ints, most: in
 
 
 def _require_prompts(tables: PageTables, rows: Ints, ids: Tokens, new: Ints) -> None:
-    """Raises ValueError if a row with an uncached prompt gets other ids than it begins with."""
+    """Raises ValueError if a row with an uncached prompt gets ids that do not continue it."""
     stops = np.cumsum(new).tolist()
     for row, stop, count in zip(rows.tolist(), stops, new.tolist()):
         left = tables.pending.get(row)
@@ -168,13 +168,13 @@ def _require_prompts(tables: PageTables, rows: Ints, ids: Tokens, new: Ints) -> 
 
 
 def as_accepted(accepted: Any, new: Ints) -> tuple[Ints, Ints | None]:
-    """How many of its new tokens each sequence keeps, `[B]`, and which: checked.
+    """Checks and returns how many of its new tokens each sequence keeps, `[B]`, and which.
 
     Args:
         accepted: counts, or lists of places among the new tokens of each sequence.
 
     Returns:
-        The counts, and the places of all that are kept; None where they are the first.
+        The counts, and the places of all kept tokens; None if each sequence keeps its first ones.
     """
     if not hasattr(accepted, "dtype") and any(map(_has_length, accepted)):
         return _as_paths(accepted, new)
@@ -202,7 +202,7 @@ def _as_paths(accepted: Any, new: Ints) -> tuple[Ints, Ints | None]:
 
 
 def require_whole(plan: PagePlan, kept: Ints | None) -> None:
-    """Raises ValueError where a sequence keeps some of its new tokens but not all."""
+    """Raises ValueError if a sequence keeps some of its new tokens but not all."""
     if kept is not None and ((kept > 0) & (kept < plan.new)).any():
         raise ValueError(
             f"accepted: expected 0 or all of {plan.new.tolist()} for each sequence, got "
@@ -213,12 +213,12 @@ def require_whole(plan: PagePlan, kept: Ints | None) -> None:
 def committed_ids(
     plan: PagePlan, kept: Ints | None, tokens: Any, places: Ints | None = None
 ) -> Tokens | None:
-    """Ids of the tokens that a step keeps, packed; None if none is known.
+    """Returns the ids of the tokens that a step keeps, packed; None if none is known.
 
     Args:
-        kept: of each sequence; None for all.
-        tokens: what `commit` was given, or None.
-        places: of those kept among the new tokens of their sequence, unless they are the first.
+        kept: how many tokens each sequence keeps; None for all.
+        tokens: the argument of `commit`, or None.
+        places: places of the kept tokens among their sequence's new ones; None for the first ones.
     """
     if places is not None and kept is not None:
         if tokens is not None:
@@ -242,7 +242,7 @@ def committed_ids(
 
 
 def as_max_tokens(max_tokens: Any) -> int:
-    """The argument `max_tokens` as an int, checked."""
+    """Checks the argument `max_tokens` and returns it as an int."""
     if isinstance(max_tokens, bool) or not hasattr(max_tokens, "__index__"):
         raise TypeError(f"max_tokens: expected an int, got {type(max_tokens).__name__}")
     return index(max_tokens)

@@ -1,4 +1,4 @@
-"""Checks that the layers wrote their K and V in a step that had to."""
+"""Checks that the layers that had to write K and V in a step did so."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pagedkv.errors import LayerWritesError
 
 
 def as_layers(layers: Iterable[Any] | None, num_layers: int) -> list[int] | None:
-    """Layers as a caller names them, ascending, each once; None stays None."""
+    """Returns the layers that a caller names, ascending, each once; None stays None."""
     if layers is None:
         return None
     expected = f"layers: expected some of 0..{num_layers - 1}, got"
@@ -30,8 +30,8 @@ def require_written(wrote: Sequence[int], num_layers: int, layers: Sequence[int]
     """Whether all layers of a model wrote in a step.
 
     Args:
-        wrote: a layer for each time that one wrote.
-        layers: those that had to, once or more often; None: all of them, and each once.
+        wrote: a layer's number for each time that the layer wrote.
+        layers: the layers that had to write, once or more often; None: every layer, once.
 
     Raises:
         LayerWritesError: other layers wrote than had to.
@@ -63,7 +63,7 @@ def require_written(wrote: Sequence[int], num_layers: int, layers: Sequence[int]
 
 
 def _named(layers: Sequence[int]) -> str:
-    """Ascending layers in words, runs of them by their ends."""
+    """Returns ascending layers in words; a run of layers is named by its ends."""
     runs: list[list[int]] = []
     for layer in layers:
         if runs and layer == runs[-1][-1] + 1:

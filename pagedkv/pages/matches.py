@@ -1,7 +1,7 @@
-"""How much of a findable prefix a new sequence begins on.
+"""Decides how much of a findable prefix a new sequence starts with.
 
-Where a model has states, a match ends where one is kept. Where pages are few, or promised to other
-sequences, as much of it is taken as there is room for.
+If a model has states, a match ends at a length whose state is kept. If pages are few, or promised
+to other sequences, the sequence takes as much of the match as there is room for.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from .prefix import Match
 from .salts import Chain
 from .tables import PageTables
 
-Prompt = tuple[Chain, Tokens | None]  # what goes into its keys, and its ids
+Prompt = tuple[Chain, Tokens | None]  # the chain of its keys, and its ids
 
 
 def at_state(tables: PageTables, match: Match, prompt: Prompt) -> Match:
-    """The beginning of a match at whose end a state is kept, where a model has states."""
+    """Cuts a match to the longest beginning whose state is kept, if the model has states."""
     chain, tokens = prompt
     if tables.states is None or tokens is None:
         return match
     length = tables.states.checkpoints.find(chain, tokens, match, tables.page_size)
     cut = _cut(tables, match, length)
-    if cut.length < length:  # its windows need earlier pages than those of the whole match
+    if cut.length < length:  # its windows need pages before the pages of the whole match
         match = tables.index.match(chain, tokens[:length], tables.pool.filled)
         cut = match if match.length == length else cut
     return cut
@@ -43,10 +43,10 @@ def state_key(tables: PageTables, match: Match, prompt: Prompt) -> PrefixKey | N
 
 
 def affordable(tables: PageTables, match: Match, limit: int, prompt: Prompt) -> tuple[Match, Ints]:
-    """Shortens a match where promises made to others leave no room for all of it.
+    """Shortens a match if promises to other sequences leave no room for all of it.
 
     Returns:
-        The match, and the sequences whose last page it shares.
+        The match, and the rows of the sequences whose last page it shares.
     """
     size = tables.page_size
     while True:
@@ -75,7 +75,7 @@ def affordable(tables: PageTables, match: Match, limit: int, prompt: Prompt) -> 
 
 
 def _columns_that_fit(tables: PageTables, match: Match, room: Ints) -> int:
-    """How many leading pages of a match can be brought back to life: fewer than it has."""
+    """Counts the leading pages of a match that fit: always fewer than it has."""
     revived = (tables.pool.refcount[match.pages] == 0) & (match.pages >= 0)
     revived &= match.pages < tables.first_staging[:, None]
     taken = revived.cumsum(1)
@@ -85,7 +85,7 @@ def _columns_that_fit(tables: PageTables, match: Match, room: Ints) -> int:
 
 
 def _cut(tables: PageTables, match: Match, length: int) -> Match:
-    """The first tokens of a match, if their pages are all a window needs."""
+    """Returns the first tokens of a match; nothing if a window needs pages that it lacks."""
     full, columns = length // tables.page_size, -(-length // tables.page_size)
     pages = match.pages[:, :columns]
     for group, window in enumerate(tables.windows):
@@ -96,7 +96,7 @@ def _cut(tables: PageTables, match: Match, length: int) -> Match:
 
 
 def _owners_of_tail(tables: PageTables, match: Match) -> Ints:
-    """Live sequences whose committed text ends in the page that a match ends in."""
+    """Returns rows whose committed text ends in the last page of a match."""
     if not (tables.pool.refcount[match.pages[:, -1]] > 0).any():
         return np.empty(0, dtype=np.int64)
     rows = tables.live_rows()

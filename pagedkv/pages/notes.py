@@ -1,6 +1,6 @@
-"""Notes what changed in the page books since they were last drained, for a trace to write down.
+"""Notes changes of the page tables and the pool, for a trace to write down.
 
-Books that nobody watches are plain: `PageTables` makes these two only where it is given `Notes`.
+Without a trace nothing is noted: `PageTables` uses the two classes below only if it gets `Notes`.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from .prefix import PrefixIndex
 
 @dataclass
 class Notes:
-    """Everything that was touched; the same place may occur repeatedly.
+    """The places that changed since the last `drain`; a place may occur repeatedly.
 
     Attributes:
         entries: flat indices into the tables that were written.
         pages: pages whose references, contents or place in the pool may have changed.
-        evicted: pages that a policy took.
+        evicted: pages that a policy evicted.
     """
 
     entries: list[Ints] = field(default_factory=list)
@@ -33,7 +33,7 @@ class Notes:
     evicted: list[Ints] = field(default_factory=list)
 
     def drain(self) -> tuple[Ints, Ints, Ints]:
-        """`entries`, `pages` and `evicted`, each ascending and once; they are forgotten here."""
+        """Returns `entries`, `pages` and `evicted`, ascending and distinct, and empties them."""
         return _drain(self.entries), _drain(self.pages), _drain(self.evicted)
 
 
@@ -54,7 +54,7 @@ def _drain(noted: list[Ints]) -> Ints:
 
 
 class NotedEntries(DirtyEntries):
-    """Notes entries that are written, also those that were sent to the device since."""
+    """Notes written entries for a trace as well, which keeps them after they were sent."""
 
     def __init__(self, shape: tuple[int, ...], notes: Notes) -> None:
         super().__init__(shape)

@@ -25,11 +25,11 @@ def out_of_pages(
     total = int(pool.existing[segment])
     promised = tables.reservations.total if tables.reservations.binding[segment] else 0
     short = needed - room
-    # A pool that grows has more to come, if not enough.
+    # A pool that can grow still has some of the missing pages.
     beyond = max(1, short - int(pool.num_pages[segment] - total))
     more = f", or build the cache with max_tokens larger by {beyond * tables.page_size}"
     kind = "pages"
-    if segment % tables.kinds:  # there are five for two sequences
+    if segment % tables.kinds:  # two sequences have five staging pages
         more = f", or build the cache with max_sequences larger by {-(-2 * short // 5)}"
         kind = "staging pages"
     refused = tables.growth.refused if tables.growth else None

@@ -1,4 +1,4 @@
-"""The page tables' part of a step: what `prepare` changed, and what `commit` and `abort` need."""
+"""The changes of `prepare` to the page tables, as `commit` and `abort` need them."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ if TYPE_CHECKING:
 
 
 class Copy(NamedTuple):
-    """Pages of one group copied before a write, because others own them too."""
+    """Pages of one group that are copied before a write, because other sequences own them too."""
 
     group: int
-    order: Ints  # which sequences of the step, `[n]`
+    order: Ints  # `[n]`, indices of the writing sequences in the step
     source: Ints  # `[n]`
     target: Ints  # `[n]`
 
@@ -25,21 +25,21 @@ class PagePlan:
     """The changes that a step makes to the page tables.
 
     Attributes:
-        rows: `[B]`, one per sequence.
+        rows: `[B]`, each sequence's row.
         start: `[B]`, committed tokens before the step.
         new: `[B]`, tokens this step adds.
         tokens: `[T]`, the ids of the new tokens, -1 where unknown; None if only counts were given.
         pages_before: `[B]`, table columns in use before the step.
         column, offset: `[B]`, the table column of the first new token and its slot there.
-        most: new tokens of the sequence that gets most; 1 in plain decoding.
-        grown_rows, grown_columns: `[n]`, entries that were given a fresh page in every group.
+        most: the largest number of new tokens that a sequence gets; 1 in plain decoding.
+        grown_rows, grown_columns: `[n]`, entries that got a fresh page in every group.
         copies: pages copied on write, before the first layer writes.
-        held: `[B]`, whether a sequence's only new token is stored already, on a page that is
-            shared; None if no sequence's is.
+        held: `[B]`, whether a shared page already stores a sequence's only new token; None if no
+            sequence has such a token.
         spared: `[B]`, whether a page was set aside for the copy of a shared tail, or None.
-        claimed: rows whose tail page was checked and is theirs to write now, or None.
-        direct: in formats with staging pages, the new entries that this step fills from end to
-            end; else None.
+        claimed: rows whose tail page was checked and may be written by them now, or None.
+        direct: in formats with staging pages, the new entries that this step fills completely;
+            else None.
         codings: in formats with staging pages, the staging pages that this step completes; else
             None.
     """
@@ -62,6 +62,6 @@ class PagePlan:
     codings: staging.Codings | None = None
 
     def owned(self) -> list[Ints]:
-        """Pages of which the step itself owns a reference until it ends, one for each entry."""
+        """Returns pages that the step owns until it ends, once for each reference."""
         set_aside = [] if self.codings is None else [self.codings.target.reshape(-1)]
         return [*(copy.source for copy in self.copies), *set_aside]

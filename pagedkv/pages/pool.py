@@ -1,13 +1,13 @@
 """Free pages, reference counts and the order in which cached pages are reused.
 
-One pool serves all layer groups: a page id is an index into flat arrays, of which each layer group
-owns one segment, or two next to each other where it has staging pages as well. To the pool every
-segment is a group. Id -1 means "no page"; every array has one element more than there are pages, so
-that -1 reads the neutral values kept there. Slots of states have a pool of their own (`states.py`).
+One pool serves all layer groups: a page id is an index into flat arrays. Each layer group owns one
+segment of them, or two adjacent ones if it has staging pages as well. To the pool every segment is
+a group. Id -1 means "no page"; every array has one element more than there are pages, so that -1
+reads the neutral value there. Slots of states have a pool of their own (`states.py`).
 
 A page is *live* (referenced), *cached* (unreferenced but still findable as a prefix) or *free*.
-Invariant, per group: live + cached + free = the pages that exist, which are the first ones. In a
-pool of fixed size that is all of them.
+Invariant, per group: live + cached + free = the pages that exist. These are the group's first
+pages; in a pool of fixed size, all of them.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Index(Protocol):
 
 
 def within(counts: Ints) -> Ints:
-    """0 to count - 1 for each count, one after the other."""
+    """Returns 0 .. count - 1 for each count, one after the other."""
     return np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
 
 
@@ -45,8 +45,8 @@ class PagePool:
         kinds: segments of a layer group: 2 where it has staging pages, else 1.
 
     Attributes:
-        before_reuse: called with the pool and cached pages that are about to be reused, where a
-            host tier asks for it.
+        before_reuse: called with the pool and the cached pages that are about to be reused; a
+            host tier sets it.
     """
 
     def __init__(self, num_pages: Sequence[int], index: Index, kinds: int = 1) -> None:
@@ -63,13 +63,13 @@ class PagePool:
         self.existing = self.num_pages.copy()
         self.num_free = self.num_pages.copy()
         self.num_cached = np.zeros(len(num_pages), dtype=np.int64)
-        # A stack per group, lowest id on top: prompts then get runs of consecutive pages.
+        # Each group has a stack, lowest id on top, so that prompts get consecutive pages.
         self._stack = np.concatenate(
             [np.arange(end - 1, start - 1, -1) for start, end in zip(self.base, self.base[1:])]
         )
         # Least recently freed first, as (stamp << bits | page): room for 2**40 frees of 2**23
-        # pages. An entry whose stamp is no longer the page's own is stale and skipped, so that a
-        # page can leave from the middle in O(1).
+        # pages. An entry with an older stamp than its page's is stale and skipped, so that a page
+        # can leave from the middle in O(1).
         self._queue: list[deque[int]] = [deque() for _ in num_pages]
         self._stamp = np.full(total + 1, -1, dtype=np.int64)
         self._bits = total.bit_length()
@@ -78,7 +78,7 @@ class PagePool:
         self.before_reuse: Callable[[PagePool, list[int]], None] | None = None
 
     def take(self, n: int, more: Sequence[tuple[int, int]] = ()) -> tuple[Ints, list[Ints]]:
-        """Takes n pages of every group, and `more` of single ones, with one reference each.
+        """Takes n pages of every group, and `more` of some groups, with one reference each.
 
         The caller has made sure that there are enough. One call takes all pages of a step, so that
         it gets all or none.
@@ -109,7 +109,7 @@ class PagePool:
         return pages, single
 
     def renew(self, pages: Ints | int) -> None:
-        """Says that committed bytes of these pages are about to change."""
+        """Gives pages a new version, because their committed bytes are about to change."""
         self._versions += 1
         self.version[pages] = self._versions
 
@@ -129,8 +129,8 @@ class PagePool:
     def drop(self, pages: Ints) -> None:
         """Drops one reference per entry of `pages` (-1 is skipped, a page may occur repeatedly).
 
-        Pages left without an owner become cached if they are findable, else free. Of pages
-        dropped together the one whose last owner drops it first is reused first.
+        Pages left without an owner become cached if they are findable, else free. Pages that are
+        dropped together will be reused in the order in which their last owners drop them.
         """
         pages = pages[pages >= 0]
         np.subtract.at(self.refcount, pages, 1)
@@ -148,7 +148,7 @@ class PagePool:
         return (self.refcount[pages] > 0) | (self._stamp[pages] >= 0)
 
     def forgotten(self, pages: Ints) -> None:
-        """Frees those of some pages that are cached. The caller has made them unfindable."""
+        """Frees the cached ones among some pages. The caller has made them unfindable."""
         cached = pages[(self._stamp[pages] >= 0) & (pages >= 0)]
         self.share(cached)
         self.drop(cached)
@@ -163,7 +163,7 @@ class PagePool:
         self._release(cached)
 
     def last_used(self) -> Ints:
-        """How many pages of each group lie up to its last one that is live or cached."""
+        """Counts the pages of each group up to its last live or cached page."""
         used = (self.refcount[:-1] > 0) | (self._stamp[:-1] >= 0)
         segments = np.split(used, self.base[1:-1])
         return np.asarray([np.flatnonzero(part).max(initial=-1) + 1 for part in segments])
@@ -174,7 +174,7 @@ class PagePool:
         return np.sort(self._stack[start : start + int(self.num_free[group])])
 
     def resize(self, existing: Ints) -> None:
-        """Makes the first `existing` pages of each group exist; pages that go are free."""
+        """Makes the first `existing` pages of each group exist; withdrawn pages must be free."""
         for group, (before, after) in enumerate(zip(self.existing.tolist(), existing.tolist())):
             start = int(self.base[group])
             kept = self.free_pages(group)
@@ -223,7 +223,7 @@ class PagePool:
         self._release(np.asarray(pages))
 
     def count(self, pages: Ints) -> Ints:
-        """How many of some pages are in each group."""
+        """Counts how many of some pages are in each group."""
         if len(self.num_pages) == 1:
             return np.asarray([pages.size], dtype=np.int64)
         return np.bincount(self.group_of[pages], minlength=len(self.num_pages))

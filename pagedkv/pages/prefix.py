@@ -1,12 +1,12 @@
 """Finds pages by the tokens they hold.
 
-A full page has the key sha256(key of the page before, its tokens); the first page's predecessor is
-the root, made of the model's fingerprint and a salt, so that nothing is shared across either. Where
-a salt of the page's own begins (`salts.py`), it stands between the two. A
-page that has at least one committed token is also listed under its *partial key*, (key of the page
-before, its first token): that finds a page, full or not, by comparing tokens up to `filled`.
+A full page has the key sha256(key of the page before, its tokens). The first page has the root in
+place of the key before; the root is made of the model's fingerprint and a salt, so models and salts
+share nothing. If a region of the salt begins in the page (`salts.py`), its bytes stand between key
+and tokens. A page with a committed token is also listed under its *partial key*, (key of the page
+before, its first token). It finds a page, full or not, by comparing its tokens up to `filled`.
 
-Invariant: what can be found here is committed and lies below `filled`.
+Invariant: all tokens that can be found here are committed and lie below `filled`.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from pagedkv.arrays import Bools, Ints, Tokens
 from .salts import Chain, Salt, first_of, mixed_in
 
 UNKNOWN_TOKEN = -1
-# Pages listed under one partial key. A lookup compares the tokens of all of them, about 6 us for
-# each (one core of an AMD EPYC), and every prompt is looked up: many texts whose pages begin alike
-# must not slow all of them down. Full pages are found by their keys, however many there are.
+# At most so many pages are listed under one partial key. A lookup compares the tokens of all of
+# them, about 6 us for each (one core of an AMD EPYC), and every prompt is looked up: many texts
+# that begin alike must not slow lookups down. Keys find full pages at any number.
 MAX_PARTIAL = 8
 MOST_RECYCLED = 1 << 16  # keys of reused pages that are remembered, 8 MB at most
 
 
 def page_key(before: bytes, tokens: bytes) -> bytes:
-    """The key of a full page: of what stands before it, and of its own tokens' bytes."""
+    """Returns the key of a full page; `before` is the key before it, `tokens` its ids."""
     return sha256(before + tokens).digest()
 
 
 def page_keys(chain: Chain, tokens: Tokens, size: int) -> list[bytes]:
-    """The keys of all full pages of a text, or of pieces of any other size."""
+    """Returns the keys of all full pages of a text, or of its pieces of any other size."""
     key, found = chain.root, []
     for column in range(tokens.size // size):
         before = chain.before(key, column)
@@ -47,7 +47,7 @@ def page_keys(chain: Chain, tokens: Tokens, size: int) -> list[bytes]:
 
 
 def leading(same: Bools) -> int:
-    """How many entries are true before the first that is not."""
+    """Counts the true entries before the first false one."""
     return same.size if same.all() else int(same.argmin())
 
 
@@ -66,7 +66,7 @@ class Match(NamedTuple):
 
 
 class PrefixIndex:
-    """Tokens of every page, and the keys under which committed ones are found.
+    """The tokens of every page, and the keys by which committed tokens are found.
 
     Args:
         windows: window of each group, None for a group that keeps everything.
@@ -114,11 +114,11 @@ class PrefixIndex:
             pages: `[groups, n]`.
             prefix_keys: for each of the n pages the keys of its text up to the page before it; the
                 page's own key is appended.
-            tokens: the raw ids of each page, behind what `Chain.mixed` has for it.
+            tokens: the raw ids of each page; the bytes of `Chain.mixed` for it come before them.
 
         Returns:
-            `(group, i)` where another page has the key already and keeps it; `find` tells which
-            one.
+            `(group, i)` of each page whose key another page already has and keeps; `find` returns
+            this page.
         """
         keys = []
         for earlier, raw in zip(prefix_keys, tokens):
@@ -147,7 +147,7 @@ class PrefixIndex:
 
         Args:
             pages: `[groups, n]`.
-            partials: the partial key of each page: what `Chain.before` says, and the page's
+            partials: the partial key of each page: the bytes of `Chain.before`, and the page's
                 first raw id.
         """
         for group, (known, column) in enumerate(zip(self._partial, pages.tolist())):
@@ -170,7 +170,7 @@ class PrefixIndex:
         """Makes one page findable by its keys.
 
         Args:
-            key: a full page's key, which counts if no other page has it.
+            key: a full page's key; ignored if another page has it.
             partial: the page's partial key.
         """
         if key is not None and self._full[group].setdefault(key, page) == page:
@@ -183,24 +183,24 @@ class PrefixIndex:
             self.findable[page] = True
 
     def keys_of(self, page: int) -> tuple[bytes | None, bytes | None]:
-        """The key and the partial key under which a page is found, None where it is not."""
+        """Returns the key and the partial key of a page; None for a key that does not find it."""
         return self._key_of.get(page), self._partial_of.get(page)
 
     def find(self, group: int, key: bytes | None) -> int:
-        """The page with a full page's key, or -1."""
+        """Returns the full page that has a key, or -1."""
         return -1 if key is None else self._full[group].get(key, -1)
 
     def find_all(self, keys: Sequence[bytes]) -> Ints:
-        """The page of each group with each of some full pages' keys, or -1: `[groups, n]`."""
+        """Returns each group's full page for each key, or -1: `[groups, n]`."""
         found = np.array(self._columns(keys), dtype=np.int64)
         return found.reshape(len(self._full), len(keys))
 
     def forget(self, group: int, page: int) -> None:
-        """Takes a page out of the index altogether."""
+        """Takes a page out of the index, under both of its keys."""
         self.forget_all(group, [page])
 
     def forget_all(self, group: int, pages: list[int]) -> None:
-        """Takes pages of a group out of the index altogether."""
+        """Takes pages of a group out of the index, under all of their keys."""
         full, partials = self._full[group], self._partial[group]
         for page in pages:
             key, partial = self._key_of.pop(page, None), self._partial_of.pop(page, None)
@@ -236,7 +236,7 @@ class PrefixIndex:
         self.findable[:] = False
 
     def match(self, chain: Chain, tokens: Tokens, filled: npt.NDArray[np.int32]) -> Match:
-        """Finds the longest prefix whose pages every group still has as far as it needs them."""
+        """Finds the longest prefix for which every group still has the pages that it needs."""
         keys, columns = self._match_full(chain, tokens)
         n = self._covered(columns, len(keys))
         columns = [column[:n] for column in columns]
@@ -252,7 +252,7 @@ class PrefixIndex:
             length += agreed
             if agreed < self.page_size:
                 break
-            # A full page whose key another page held, until that one was reused.
+            # A full page is missing under its key if another page held the key and was reused.
             keys.append(page_key(before, rest[:agreed].tobytes()))
         covered = -(-length // self.page_size)
         pages = np.array(columns, dtype=np.int64).reshape(len(columns), covered)
@@ -264,7 +264,7 @@ class PrefixIndex:
     # ------------------------------------------------------------------ explain
 
     def follow(self, key: bytes, tokens: Tokens, filled: npt.NDArray[np.int32]) -> int:
-        """How many tokens some group has behind a key, whether `match` would find them or not."""
+        """Counts tokens that some group has behind a key, even if `match` would not find them."""
         length = 0
         for own in page_keys(Chain(key), tokens, self.page_size):
             if not any(own in full for full in self._full):
@@ -275,7 +275,7 @@ class PrefixIndex:
         return length + max(agreed) if rest.size else length
 
     def listed_behind(self, parent: bytes) -> Ints:
-        """Pages that are listed under any partial key of the page before them."""
+        """Returns pages that are listed under any partial key that begins with a key."""
         found = (
             page
             for partials in self._partial
@@ -288,9 +288,9 @@ class PrefixIndex:
     # ------------------------------------------------------------------ helpers
 
     def _match_full(self, chain: Chain, tokens: Tokens) -> tuple[list[bytes], list[list[int]]]:
-        """Keys of the prompt's leading full pages, and their page in each group, -1 if it has none.
+        """Returns keys of leading full pages, and their page in each group, or -1.
 
-        Groups without a window have every page; where one of them has not, the keys end.
+        The keys end before the first page that a group without a window lacks.
         """
         size = self.page_size
         raw = tokens.tobytes()
@@ -313,7 +313,7 @@ class PrefixIndex:
         return [[full.get(key, -1) for key in keys] for full in self._full]
 
     def _covered(self, columns: list[list[int]], most: int) -> int:
-        """The largest number of pages for which every window's last pages are all there."""
+        """Returns the largest number of pages at whose end every window has all its pages."""
         bounded = [(column, w) for column, w in zip(columns, self._windows) if w is not None]
         runs = []
         for column, _ in bounded:
@@ -333,7 +333,7 @@ class PrefixIndex:
     def _match_partial(
         self, before: bytes, rest: Tokens, filled: npt.NDArray[np.int32]
     ) -> tuple[list[int], int]:
-        """The page of each group that begins like `rest` for longest, and how far all agree."""
+        """Returns each group's page that agrees longest with `rest`, and how far all agree."""
         if not rest.size:
             return [], 0
         chosen, least = [], self.page_size
@@ -346,7 +346,7 @@ class PrefixIndex:
     def _nearest(
         self, group: int, before: bytes, rest: Tokens, filled: npt.NDArray[np.int32]
     ) -> tuple[int, int]:
-        """The page of a group that begins like `rest` for longest, and how far it agrees."""
+        """Returns a group's page that agrees longest with `rest`, and how far it agrees."""
         best, most = -1, 0
         for page in self._partial[group].get(before + rest[:1].tobytes(), ()):
             size = min(int(filled[page]), rest.size)

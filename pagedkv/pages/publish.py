@@ -1,4 +1,4 @@
-"""Makes findable what a step wrote: its ids are stored and its pages are listed in the index."""
+"""Makes the tokens of a step findable: stores their ids and lists their pages in the index."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ def store_tokens(
         offset = position - column * size
     pages = tables.tables[tables.at(rows, column)]
     index.tokens[pages, offset] = UNKNOWN_TOKEN if tokens is None else tokens
-    # A page that occurs repeatedly occurs with ascending offsets: its last entry is the highest.
+    # If a page occurs repeatedly, its offsets ascend, so its last entry is the highest and counts.
     pool.filled[pages] = np.maximum(pool.filled[pages], offset + 1)
 
 
 def publish(tables: PageTables, plan: PagePlan, end: Ints, one_each: bool) -> None:
-    """Makes new committed pages findable, of sequences whose ids are known from the start."""
+    """Makes new committed pages findable if all ids of their sequence are known."""
     index, size, known = tables.index, tables.page_size, tables.ids_known[plan.rows]
     column, opened = plan.column, plan.offset == 0
     for copy in plan.copies:
         opened[copy.order] = True
     if plan.codings is not None:
         opened[plan.codings.order] = True
-    # Full pages first: they append the keys that partial keys begin with.
+    # Full pages come first: they append the keys with which partial keys begin.
     if one_each:
         rows, columns = _chosen(plan, known & (plan.offset == size - 1))
     else:
@@ -79,13 +79,13 @@ def completed(tables: PageTables, plan: PagePlan, kept: Ints) -> Ints:
 
 
 def _chosen(plan: PagePlan, chosen: Bools) -> tuple[Ints, Ints]:
-    """Row and first column of each chosen sequence."""
+    """Returns the row and the first written column of each chosen sequence."""
     some = np.flatnonzero(chosen)
     return plan.rows[some], plan.column[some]
 
 
 def _pages_between(rows: Ints, first: Ints, stop: Ints, chosen: Bools) -> tuple[Ints, Ints]:
-    """Rows and columns of the pages `first .. stop` of each chosen row, in order."""
+    """Returns rows and columns of the pages `first .. stop` of each chosen row, in order."""
     some = np.flatnonzero(chosen & (stop > first))
     rows, first, count = rows[some], first[some], stop[some] - first[some]
     if (count == 1).all():
@@ -97,7 +97,7 @@ def _share_published(tables: PageTables, group: int, row: int, column: int) -> N
     """Moves a sequence to the page that was published earlier with the same tokens."""
     pool, page = tables.pool, int(tables.tables[group, row, column])
     published = tables.index.find(group, tables.prefix_keys[row][column + 1])
-    # A page that other sequences own as well would not become free: nothing is gained.
+    # If other sequences own the page as well, it would not become free, so nothing would be gained.
     if published != page and pool.refcount[page] == 1:
         pool.share(np.asarray([published]))
         tables.index.forget(group, page)

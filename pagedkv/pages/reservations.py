@@ -1,9 +1,9 @@
-"""Pages promised to sequences, and who may have the rest.
+"""Pages promised to sequences, and how many are left for others.
 
-A sequence added with `max_tokens` has a `limit` of pages that it will be given whatever happens.
-What it has not taken yet is its promise; promises together count as unavailable to everybody else.
-If its half-filled last page is shared, its next write needs a page to copy it into: `extra`. Of
-staging pages there are enough for everybody: with them, limits and promises are about coded pages.
+A sequence added with `max_tokens` has a `limit` of pages that it gets in any case. The part that it
+has not taken yet is its promise; promised pages are unavailable to all other sequences. If its
+half-filled last page is shared, its next write needs a page to copy it into: `extra`. There are
+enough staging pages for every sequence: with them, limits and promises count coded pages.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ class Reservations:
     """Limits and promises, one per row of the page tables.
 
     Args:
-        binding: which groups can run out; in the others nothing needs to be promised.
-        num_pages: `[rows]`, pages of each sequence's text; only read here, the tables keep them.
+        binding: which groups can run out; the others need no promises.
+        num_pages: `[rows]`, pages of each sequence's text; only read here, the tables write it.
         evicted: `[groups, rows]`, how many pages of each text were evicted; only read here, too.
         copies: whether the next write to a shared page takes a promised one.
     """
@@ -34,21 +34,21 @@ class Reservations:
         self.extra = np.zeros(num_pages.size, dtype=bool)
         self.promise = np.zeros_like(num_pages)
         self.total = 0  # sum of `promise`
-        self.count = 0  # sequences with a limit: with none, a step has nothing to keep
+        self.count = 0  # sequences with a limit; if 0, a step skips all updates
         self.binding = binding
         self._pool = pool
         self._num_pages, self._evicted = num_pages, evicted
         self._copies = copies
 
     def held(self, rows: int | Ints) -> Any:
-        """Pages that sequences have in the group where they have fewest, windows aside."""
+        """Counts each sequence's pages in the group where it has fewest; ignores windows."""
         return self._num_pages[rows] - self._evicted[:, rows].max(0)
 
     def owed(self, limit: Any, held: Any, extra: Any = False) -> Any:
-        """Pages promised beyond those held: each promise, made or only weighed, is this sum.
+        """Counts the pages that are promised beyond the held ones.
 
         Args:
-            limit: pages that a sequence, or each of several, will be given; 0 if nothing is
+            limit: pages that a sequence, or each of several, gets in any case; 0 if nothing is
                 promised.
             held: pages that count towards the limit, as `held` and `PageTables.counted` count them.
             extra: whether the next write copies the last page.
@@ -56,11 +56,11 @@ class Reservations:
         return np.maximum(limit - held, 0) + extra
 
     def available(self) -> Ints:
-        """Pages of each group that an optimistic call may have: `[groups]`."""
+        """Counts the pages of each group that are not promised: `[groups]`."""
         return self._pool.num_free + self._pool.num_cached - self.total * self.binding
 
     def start(self, row: int, limit: int, shared_tail: bool) -> None:
-        """Reserves for a new sequence; the caller has made sure that there is room."""
+        """Reserves pages for a new sequence; the caller has made sure that there is room."""
         self.limit[row], self.extra[row] = limit, shared_tail and self._copies
         self.count += limit > 0
         self.update(row)
@@ -78,17 +78,17 @@ class Reservations:
             self.update(rows)
 
     def missing_extra(self, rows: Ints) -> int:
-        """Pages that `share_tail` would set aside."""
+        """Counts the pages that `share_tail` would set aside."""
         if not rows.size:
             return 0
         return int(np.count_nonzero((self.limit[rows] > 0) & ~self.extra[rows])) * self._copies
 
     def covered(self, rows: Ints, pages: Ints, grow: Ints, copied: Bools) -> int:
-        """How many of the pages a step takes were promised to the sequences that take them.
+        """Counts the pages of a step that were promised to the sequences that take them.
 
         Args:
-            pages: `[B]`, pages each held before the step.
-            grow, copied: `[B]`, how many it takes, and whether it also copies its tail.
+            pages: `[B]`, pages that each sequence held before the step.
+            grow, copied: `[B]`, how many each takes, and whether it also copies its tail.
         """
         owed = self.owed(self.limit[rows], pages)
         return int((np.minimum(grow, owed) + (copied & self.extra[rows])).sum())
@@ -102,7 +102,7 @@ class Reservations:
         if not self._copies:
             self.settle([row])
         elif shared_tail and self.limit[row]:
-            # The next write copies: one page more, or one promise less.
+            # The next write copies the tail: promise a page more for it, or lower the limit by one.
             if (self.available()[self.binding] > 0).all():
                 self.extra[row] = True
                 self.update(row)
@@ -110,9 +110,9 @@ class Reservations:
                 self._lower(row, 1)
 
     def settle(self, rows: list[int]) -> None:
-        """Shortens promises that cannot be kept, of sequences cut within a coded page.
+        """Lowers limits that cannot be kept after sequences were cut within a coded page.
 
-        That page comes back only when the next step of its sequence is committed.
+        This page becomes free only when the next step of its sequence is committed.
         """
         for row in rows:
             missing = -int(self.available()[self.binding].min(initial=0))
@@ -120,7 +120,7 @@ class Reservations:
                 self._lower(row, missing)
 
     def cap(self, row: int, limit: int) -> None:
-        """Promises a sequence `limit` pages at most."""
+        """Lowers a sequence's limit to at most `limit` pages."""
         if self.limit[row] > limit:
             self._lower(row, int(self.limit[row]) - limit)
 

@@ -20,7 +20,7 @@ from .tables import PageTables
 
 
 class Incoming(NamedTuple):
-    """A sequence without pages, and what it is going to hold.
+    """A sequence without pages, and the text and pages that it will hold.
 
     Attributes:
         row: the row of a live sequence that has no pages.
@@ -31,7 +31,7 @@ class Incoming(NamedTuple):
         shared: by group and stored page, a live or cached page with the same bytes to share, or
             -1. A partly filled last page is never shared.
         content: by group and stored page, a number for the bytes that are copied in: pages with
-            equal numbers become one page that their texts share. -1 for a page of its own.
+            equal numbers become one page that their texts share. A page with -1 is not shared.
     """
 
     row: int
@@ -88,7 +88,7 @@ def take_pages(tables: PageTables, texts: Sequence[Incoming], what: str) -> Rest
         worst = int((needed - room).argmax())
         raise out_of_pages(tables, what, worst, int(needed[worst]), int(room[worst]))
 
-    for text in texts:  # before any page is taken, so that none of these is reused for it
+    for text in texts:  # shared before any page is taken, so that these pages are not reused
         for pages in text.shared:
             pool.share(pages[pages >= 0])
     try:
@@ -133,7 +133,7 @@ def _set_row(tables: PageTables, text: Incoming, pages: list[Ints]) -> None:
     most = columns - int(tables.evicted[:, row].min())
     tables.changed.mark(slice(None), np.asarray([row]), np.arange(most))
     tables.reservations.start(row, text.limit, shared_tail=False)
-    # A coded page is never written in place.
+    # Coded tails need no check: a coded page is never written in place.
     tails = [kinds[-1] == 0 for kinds in text.kinds if kinds.size]
     tables.check_tail[row] = tables.staged and text.tokens.size % size > 0 and any(tails)
 
@@ -143,26 +143,26 @@ def _num_columns(tables: PageTables, text: Incoming) -> int:
 
 
 def _evicted(tables: PageTables, text: Incoming, group: int) -> int:
-    """Pages that the text lost to eviction."""
+    """Counts the pages that the text lost to eviction."""
     windowed = tables.windows[group] is not None
     return 0 if windowed else _num_columns(tables, text) - text.columns[group].size
 
 
 def _evicted_coded(tables: PageTables, text: Incoming, group: int) -> int:
-    """Pages that the text lost to eviction, its first page not counted."""
+    """Counts the pages that the text lost to eviction, without its first page."""
     lost = _evicted(tables, text, group)
     return max(0, lost - int(0 not in text.columns[group][:1]))
 
 
 def _counted(tables: PageTables, text: Incoming) -> int:
-    """Pages of a text that count towards its limit, as `Reservations.held` counts them."""
+    """Counts the pages of a text towards its limit, as `Reservations.held` does."""
     lost = _evicted_coded if tables.staged else _evicted
     gone = max(lost(tables, text, group) for group in range(len(tables.windows)))
     return int(tables.counted(text.tokens.size)) - gone
 
 
 def _places(texts: Sequence[Incoming], group: int, kind: int) -> list[list[tuple[int, int]]]:
-    """For each fresh page of a kind the texts that share it, and its index in each of them."""
+    """Lists, for each fresh page of a kind, the texts that share it and its index in each."""
     places: list[list[tuple[int, int]]] = []
     seen: dict[int, list[tuple[int, int]]] = {}
     for i, text in enumerate(texts):
@@ -180,7 +180,7 @@ def _places(texts: Sequence[Incoming], group: int, kind: int) -> list[list[tuple
 
 
 def publish(tables: PageTables, restored: Restored) -> None:
-    """Makes fresh pages findable, once their bytes are there."""
+    """Makes fresh pages findable; the caller has filled them."""
     pool, index, size = tables.pool, tables.index, tables.page_size
     for group, i, which, page in restored.fresh:
         text = restored.texts[i]
@@ -212,14 +212,14 @@ def release(tables: PageTables, row: int) -> None:
 
 
 def stored(tables: PageTables, group: int, row: int) -> Ints:
-    """The pages a sequence has in a group."""
+    """Returns the pages that a sequence has in a group."""
     first = int(tables.first_kept[group, row])
     held = int(tables.num_pages[row] - tables.evicted[group, row])
     return tables.tables[group, row, first:held]
 
 
 def text_of(tables: PageTables, row: int) -> Tokens:
-    """`[length]`, ids of a sequence's committed tokens; -1 where unknown, or no page has them."""
+    """Returns a sequence's committed ids, `[length]`; -1 if unknown or on no page any more."""
     tokens = np.full((int(tables.num_pages[row]), tables.page_size), UNKNOWN_TOKEN, dtype=np.int32)
     for group in range(len(tables.windows)):
         pages = stored(tables, group, row)

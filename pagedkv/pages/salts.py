@@ -1,10 +1,10 @@
-"""Salts: whose a text is, from which token on. Prefixes are shared under equal salts only.
+"""Salts: whose a text is, from which token on. Only texts with equal salts share prefixes.
 
-A salt is bytes, for a whole text, or *regions*: pairs of the first token and the bytes of each. The
-bytes of the first region go into the key before the first page. Those of a later one go into the
-key of the page that its first token is in, before the page's tokens (`Chain.mixed`). That page
-holds tokens of both regions and is found under both salts only; the pages before it are found by
-whoever has the salts before.
+A salt is bytes, for a whole text, or *regions*: each a pair of its first token and its bytes. The
+bytes of the first region go into the key before the first page. The bytes of a later region go into
+the key of the page that holds its first token, before the page's tokens (`Chain.mixed`). This page
+may hold tokens of both regions, and only texts with both salts find it; texts with only the earlier
+salts find the pages before it.
 """
 
 from __future__ import annotations
@@ -26,30 +26,30 @@ class Chain(NamedTuple):
 
     Attributes:
         root: the key before the first page.
-        mixed: by column, what follows the key of the page before where a region begins.
+        mixed: by column in which a region begins, bytes that follow the key of the page before.
     """
 
     root: bytes
     mixed: Mapping[int, bytes] = UNMIXED
 
     def before(self, key: bytes, column: int) -> bytes:
-        """Returns the beginning of what a page's key and its partial key are hashed from.
+        """Returns the bytes before a page's tokens in its key and its partial key.
 
         Args:
-            key: of the page before it.
+            key: the key of the page before it.
         """
         return key + self.mixed[column] if column in self.mixed else key
 
     def behind(self, key: bytes, column: int) -> Chain:
-        """The chain of what follows a page, whose key is given, from this column on."""
+        """Returns the chain of the text from a column on; `key` is that of the page before."""
         return Chain(key, {c - column: own for c, own in self.mixed.items() if c >= column})
 
 
 def as_salt(salt: Any, expected: str = "bytes or regions") -> Salt:
-    """A salt as it is kept: bytes where it has one region.
+    """Checks a salt and returns it as it is kept: as bytes if it has one region.
 
     Raises:
-        TypeError, ValueError: it is none.
+        TypeError, ValueError: it is no salt.
     """
     if isinstance(salt, bytes):
         return salt
@@ -83,12 +83,12 @@ def first_of(salt: Salt) -> bytes:
 
 
 def with_first(salt: Salt, first: bytes) -> Salt:
-    """The salt with another one for the first region."""
+    """Returns the salt with other bytes for the first region."""
     return first if isinstance(salt, bytes) else ((0, first), *salt[1:])
 
 
 def mixed_in(salt: Salt, size: int) -> Mapping[int, bytes]:
-    """By column, 32 bytes of the salts of all regions but the first that begin there."""
+    """Returns `Chain.mixed`: by column, a hash of all later regions that begin there."""
     if isinstance(salt, bytes):
         return UNMIXED
     mixed: dict[int, bytes] = {}
@@ -107,7 +107,7 @@ def up_to(salt: Salt, stop: int) -> Salt:
 
 
 def shared_tokens(one: Salt, other: Salt, size: int) -> int:
-    """How many tokens of equal texts under two salts are shared: whole pages, where they differ."""
+    """Counts tokens that equal texts under two salts share; whole pages if the salts differ."""
     if one == other:
         return sys.maxsize
     regions = [((0, salt),) if isinstance(salt, bytes) else salt for salt in (one, other)]

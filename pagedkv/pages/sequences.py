@@ -38,7 +38,7 @@ def add(
             f"max_sequences: all {tables.max_sequences} are in use; free one or allow more"
         )
     if tokens is not None and size > 1:
-        # The last token is always computed: its logits are what the caller is after.
+        # The last token is always computed, because the caller needs its logits.
         match = tables.index.match(chain, tokens[:-1], tables.pool.filled)
     limit = limit_of(tables, max_tokens, size)
     promise = max_tokens is not None
@@ -48,7 +48,7 @@ def add(
     match, owners = affordable(tables, at_state(tables, match, prompt), limit, prompt)
     row = tables.free_rows[-1]
     if tables.states is not None and not _begin_state(tables, row, match, prompt, promise):
-        # There is no slot for going on from a state that others have, too.
+        # No slot is free to go on from a state that other rows or a checkpoint have, too.
         match, owners = affordable(tables, nothing, limit, prompt)
         _begin_state(tables, row, match, prompt, promise)
 
@@ -78,14 +78,14 @@ def add(
 
 
 def stored_prefix(tables: PageTables, tokens: Tokens, salt: Salt) -> tuple[int, int]:
-    """Tokens of a prompt whose pages are findable, and those that `add` would find of them."""
+    """Counts tokens of a prompt with findable pages, and those of them that `add` would find."""
     prompt = tables.index.chain(salt), tokens
     match = tables.index.match(prompt[0], tokens[:-1], tables.pool.filled)
     return match.length, at_state(tables, match, prompt).length
 
 
 def kept_state(tables: PageTables, tokens: Tokens, salt: Salt) -> tuple[Ints, int] | None:
-    """The pages of a text, `[groups, n]`, and the slot of the checkpoint at its end, if any."""
+    """Returns a text's pages, `[groups, n]`, and its checkpoint's slot; None without one."""
     assert tables.states is not None, "the caller asks only where there are states"
     prompt = tables.index.chain(salt), tokens
     match = tables.index.match(prompt[0], tokens, tables.pool.filled)
@@ -105,7 +105,7 @@ def limit_of(tables: PageTables, max_tokens: int | None, size: int) -> int:
 
 
 def lasting_of(tables: PageTables, max_tokens: int) -> int:
-    """Pages that a text needs at most once its prompt is computed, the one being written too."""
+    """Returns how many pages a text needs at most after its prompt, with the one being written."""
     whole = max_tokens // tables.page_size
     return 1 + (whole if tables.kept is None else min(whole, int(tables.kept.pages(whole))))
 
@@ -151,7 +151,7 @@ def fork(tables: PageTables, seq: int, n: int = 1) -> list[int]:
             raise
     tables.check_tail[source] |= partial
     del tables.free_rows[-n:]
-    pages = tables.tables[:, source, :columns]  # fewer, and -1, where pages were evicted
+    pages = tables.tables[:, source, :columns]  # -1 at the end if pages were evicted
     tables.pool.add_owners(pages, n)
     tables.tables[:, rows, :columns] = pages[:, None]
     most = columns - int(tables.evicted[:, source].min()) if tables.compacted else columns
@@ -188,7 +188,7 @@ def _reserve_extra(tables: PageTables, row: int) -> None:
 
 
 def require_truncatable(tables: PageTables, seq: int, length: int) -> int:
-    """The row of a sequence that can be shortened to `length` tokens, else raises."""
+    """Returns a sequence's row; raises if it cannot be shortened to `length` tokens."""
     row = tables.row_of(seq)
     tables.require_here([row])
     if isinstance(length, bool) or not isinstance(length, (int, np.integer)):
@@ -223,7 +223,7 @@ def require_truncatable(tables: PageTables, seq: int, length: int) -> int:
 
 
 def _intact_from(tables: PageTables, row: int) -> int:
-    """The position behind the last token that was evicted."""
+    """Returns the position behind the last evicted token."""
     columns = int(tables.num_pages[row])
     ends = [0]
     for group in np.flatnonzero(tables.evicted[:, row]).tolist():
@@ -267,7 +267,7 @@ def truncate(tables: PageTables, seq: int, length: int) -> None:
     shared = bool(offset and (tables.pool.refcount[tail] > 1).any())
     tables.reservations.shorten(row, lost, shared)
     if offset and tables.reservations.limit[row] and not tables.staged:
-        # Who found tokens behind the end would share the page, and its next write take one more.
+        # If a prompt found tokens behind the end, the next write would need a page more to copy.
         for group, page in enumerate(tail[:, 0].tolist()):
             if tables.pool.refcount[page] == 1 and tables.pool.filled[page] > offset:
                 tables.forget_behind(group, page, offset)
@@ -276,7 +276,7 @@ def truncate(tables: PageTables, seq: int, length: int) -> None:
 def free(tables: PageTables, seqs: Any) -> None:
     """Ends sequences; their committed prefixes stay findable until the pages are reused."""
     rows = tables.rows_of(seqs)
-    columns = tables.num_pages[rows]  # more than a table has, where pages were evicted
+    columns = tables.num_pages[rows]  # more than held if pages were evicted
     most = min(int(columns.max()), tables.tables.shape[2])
     last = np.arange(most - 1, -1, -1)  # the end of a text is reused first
     pages = np.where(last < columns[:, None], tables.tables[:, rows[:, None], last], -1)
@@ -307,7 +307,7 @@ def clear_prefixes(tables: PageTables) -> None:
 
 
 def _begin_state(tables: PageTables, row: int, match: Match, prompt: Prompt, promise: bool) -> bool:
-    """Whether a new row has the state at the end of its match, and the slot it is promised."""
+    """Starts a new row on the state at the end of its match; whether there was a slot for it."""
     assert tables.states is not None, "the caller asks only where there are states"
     key = state_key(tables, match, prompt)
     return tables.states.begin(row, match.length, key, promise)

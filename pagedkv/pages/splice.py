@@ -1,4 +1,4 @@
-"""Replaces tokens of a text: how far its sequence goes back for them, and what follows."""
+"""Replaces tokens of a text: plans how far its sequence goes back, and which ids follow."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def plan(tables: PageTables, seq: int, start: int, stop: int, tokens: Tokens) ->
     """Plans the replacement of tokens `start .. stop` of a text; changes nothing.
 
     Raises:
-        ValueError: there are no such tokens; or a window, a policy or a state has no way back; or
-            ids behind them are not known; or tokens of a salt's region would stand before it.
+        ValueError: there are no such tokens; or the sequence cannot go back, because of a window, a
+            policy or a state; or ids behind them are not known; or tokens would leave their region.
         SequenceTooLongError: the new text can never fit.
     """
     row = tables.row_of(seq)
@@ -77,7 +77,7 @@ def plan(tables: PageTables, seq: int, start: int, stop: int, tokens: Tokens) ->
 
 
 def splice(tables: PageTables, seq: int, kept: int, rest: Tokens) -> None:
-    """Does what was planned: the rest is uncached from now on."""
+    """Cuts a sequence to the kept tokens and makes the rest uncached."""
     sequences.truncate(tables, seq, kept)
     row = tables.row_of(seq)
     tables.pending.pop(row, None)

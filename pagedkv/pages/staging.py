@@ -2,19 +2,19 @@
 
 A format that codes whole pages can code only complete ones. So a page that is written in several
 steps is a *staging page*, in full precision. The step that completes it sets a coded page aside,
-and its commit *codes* it: the bytes are coded into that page, which takes its place. Pages that a
-single step fills are *direct*: coded as they are written. The first page of a text is never coded.
+and the commit *codes* it: it writes the coded bytes into that page, which takes its place. A page
+that one step fills is *direct*: it is coded as it is written. A text's first page is never coded.
 
-When one sequence completes a shared staging page, the other owners keep the uncoded page: bytes
-that a sequence has committed change by its own commit only. A coded page is never written in place:
+When one sequence completes a shared staging page, the other owners keep the uncoded page: only a
+sequence's own commit changes bytes that it has committed. A coded page is never written in place:
 if a text was cut within one, `prepare` decodes it to a staging page before the next token, the way
 it copies a shared page.
 
-Invariant: complete pages of a sequence, but for the first, are coded.
+Invariant: all complete pages of a sequence except the first are coded.
 
-Three other ways were tried. Coding a page again when it changes lets errors grow. A dense tail
-outside of the table is forgotten by some operation: reorder, crop, batch selection. With three
-staging pages a sequence, 4 bits take more than a third of the bytes of 16 at 2,048 tokens.
+Three other ways were tried. If a page is coded again whenever it changes, errors grow. If a dense
+tail is kept outside of the table, some operation forgets it: reorder, crop, batch selection. With
+three staging pages a sequence, 4 bits take more than a third of the bytes of 16 at 2,048 tokens.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class StepEntries(NamedTuple):
 
     Attributes:
         order: `[n]`, the index of each entry's sequence in the step.
-        column: `[n]`, the column of its text.
+        column: `[n]`, each entry's column of the text.
     """
 
     order: Ints
@@ -46,7 +46,7 @@ class Codings(NamedTuple):
     Attributes:
         order: `[n]`, the index of each page's sequence in the step.
         column: `[n]`, the page's column of its text.
-        target: `[groups, n]`, the coded page set aside for each of them.
+        target: `[groups, n]`, the coded page set aside for each staging page.
     """
 
     order: Ints
@@ -58,8 +58,8 @@ class Needs(NamedTuple):
     """The entries and sequences of a step that decide which pages it needs.
 
     Attributes:
-        direct: whether each new entry is filled by this step from end to end.
-        completing: the sequences of the step whose staging page it completes.
+        direct: whether this step fills each new entry completely.
+        completing: indices of the sequences whose staging page the step completes.
     """
 
     direct: Bools
@@ -67,7 +67,7 @@ class Needs(NamedTuple):
 
 
 def needs_of(tables: PageTables, start: Ints, end: Ints, order: Ints, columns: Ints) -> Needs:
-    """Sorts new table entries, of sequences `order` in `columns`, by what they will hold."""
+    """Finds which new entries a step fills, and which sequences complete a staging page."""
     size = tables.page_size
     direct = (columns > 0) & ((columns + 1) * size <= end[order])
     column, inside = start // size, start % size > 0
@@ -76,10 +76,10 @@ def needs_of(tables: PageTables, start: Ints, end: Ints, order: Ints, columns: I
 
 
 def needed(needs: Needs, copies: list[int]) -> Ints:
-    """How many pages of every segment of the pool a step takes.
+    """Counts the pages of every segment of the pool that a step takes.
 
     Args:
-        copies: of each group, how many pages are copied before they are written.
+        copies: for each group, how many pages are copied before they are written.
     """
     direct = int(needs.direct.sum())
     staging = needs.direct.size - direct
@@ -90,7 +90,7 @@ def needed(needs: Needs, copies: list[int]) -> Ints:
 def take(
     tables: PageTables, needs: Needs, wanted: Ints, copies: list[int]
 ) -> tuple[Ints, list[Ints], Ints]:
-    """Takes the pages of a step: for new entries, for copies, and for what will be coded."""
+    """Takes the pages of a step: for new entries, for copies, and for pages that will be coded."""
     taken = tables.pool.take(0, list(enumerate(wanted.tolist())))[1]
     fresh = np.empty((len(copies), needs.direct.size), dtype=np.int64)
     codings = np.empty((len(copies), needs.completing.size), dtype=np.int64)
@@ -105,20 +105,20 @@ def take(
 
 
 def due(tables: PageTables, rows: Ints, codings: Codings, end: Ints) -> list[tuple[Ints, Ints]]:
-    """By group, which codings are due when the sequences end at `end`, and their staging pages."""
+    """Returns, by group, the codings due for sequences that end at `end`, and their pages."""
     reached = (codings.column + 1) * tables.page_size <= end[codings.order]
     found = []
     for group, table in enumerate(tables.tables):
         at = rows[codings.order]
         pages = table[at, codings.column - tables.evicted[group, at]]
-        # A prompt found whole may end in a page that is coded already.
+        # A prompt that was found as a whole may end in a page that is coded already.
         which = np.flatnonzero(reached & (pages >= tables.first_staging[group]))
         found.append((which, pages[which]))
     return found
 
 
 def code(tables: PageTables, rows: Ints, codings: Codings, end: Ints) -> None:
-    """Puts coded pages in the place of the staging pages that are due, and returns the others."""
+    """Replaces due staging pages by their coded pages, and frees the coded pages not needed."""
     pool, index = tables.pool, tables.index
     for group, (which, source) in enumerate(due(tables, rows, codings, end)):
         target = codings.target[group, which]
@@ -136,5 +136,5 @@ def code(tables: PageTables, rows: Ints, codings: Codings, end: Ints) -> None:
 
 
 def give_up(tables: PageTables, codings: Codings) -> None:
-    """Returns the pages that were set aside by a step that is aborted."""
+    """Frees the coded pages that an aborted step had set aside."""
     tables.pool.drop(codings.target.reshape(-1))

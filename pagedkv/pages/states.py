@@ -1,11 +1,11 @@
-"""Slots of recurrent state: who has which, which are shared, and which are kept as checkpoints.
+"""Slots of recurrent state: which row has which, which are shared, and which are checkpoints.
 
-A *state* is what all state layers of a sequence know at one length; it lives in a *slot*. A slot is
-a page of a `PagePool` of its own: rows own it; if none does, it is cached where a checkpoint
-(`checkpoints.py`) finds it, and else free. A step replaces the whole state, so nothing is ever
+A *state* holds the memory of all state layers of a sequence at one length, in a *slot*. A slot is a
+page of a separate `PagePool`: rows own it. A slot without an owner is cached if a checkpoint
+(`checkpoints.py`) has it, and else free. A step replaces the whole state, so nothing is ever
 copied: forks share a slot, and the first step of each side writes to a slot of its own. A prompt is
-found up to the longest prefix that has pages **and** a checkpoint, since a state at another length
-is of no use. The bytes of slots are in `storage/states.py`.
+found up to the longest prefix that has pages **and** a checkpoint, because a state is useless at
+any other length. The bytes of slots are in `storage/states.py`.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ from pagedkv.errors import CorruptCacheError, OutOfPagesError
 from .checkpoints import Checkpoints, PrefixKey
 from .pool import PagePool
 
-NO_SLOT = -1  # of a row without tokens: its state is zero
+NO_SLOT = -1  # the slot of a row without tokens: its state is zero
 
 
 class StateSlots:
     """Slots and their owners.
 
     Args:
-        num_slots: slots there may be.
-        max_sequences: rows, as of the page tables.
+        num_slots: how many slots there are.
+        max_sequences: rows, as in the page tables.
 
     Attributes:
-        pool: owners of slots. A slot's version is that of no other slot, ever.
+        pool: owners of slots. No two states ever have the same version.
         slot: `[rows]`, the slot of each row's committed state; -1: none yet.
         target: `[rows]`, the slot that the open step writes; -1: none.
-        promised: `[rows]`, rows that get a slot whatever happens.
-        checkpoints: prefixes of which the slot is kept.
+        promised: `[rows]`, whether each row gets a slot in any case.
+        checkpoints: prefixes whose slots are kept.
     """
 
     def __init__(self, num_slots: int, max_sequences: int) -> None:
@@ -48,16 +48,16 @@ class StateSlots:
 
     @property
     def in_use(self) -> int:
-        """Slots of rows, which may share them, and of checkpoints."""
+        """Counts slots of rows, which may share them, and of checkpoints."""
         return self.num_slots - int(self.pool.num_free[0])
 
     # ------------------------------------------------------------------ room
 
     def room(self, rows: Ints | None = None) -> int:
-        """Slots that a call may have.
+        """Counts the slots that a call may have.
 
         Args:
-            rows: sequences that ask; what is promised to them is theirs.
+            rows: rows of the sequences that ask; they may use slots promised to them.
         """
         promised = self.promised
         if rows is not None:
@@ -66,10 +66,10 @@ class StateSlots:
         return self._room(self.pool.refcount, self.slot, promised)
 
     def _room(self, owners: np.ndarray, slot: Ints, promised: Bools) -> int:
-        """Slots that are free, or only kept, and not owed to a row, if slots had these owners."""
-        # A row that shares its slot with a checkpoint alone needs no other: the checkpoint goes.
+        """Counts slots without owners and not owed to a row, if slots had these owners."""
+        # A row that shares its slot only with a checkpoint needs no other: the checkpoint goes.
         owed = promised & ((slot < 0) | (owners[slot] > 1))
-        owed &= (self.target < 0) | (self.target == slot)  # else it has what it is owed
+        owed &= (self.target < 0) | (self.target == slot)  # else the row has got its slot
         return int((owners[:-1] == 0).sum()) - int(owed.sum())
 
     def require_room(self, rows: Ints) -> None:
@@ -79,7 +79,7 @@ class StateSlots:
             raise self.out_of_slots("prepare", needed, room)
 
     def _given_up(self, rows: Ints) -> Ints:
-        """Slots of rows that only a checkpoint keeps from being written in place."""
+        """Returns rows' slots that could be written in place without their checkpoint."""
         mine = self.slot[rows]
         return mine[self.pool.findable[mine] & (self.pool.refcount[mine] == 1)]
 
@@ -124,7 +124,7 @@ class StateSlots:
         """Makes what a step wrote the state of its rows.
 
         Args:
-            kept: `[B]`, tokens kept of each row; a row that keeps none has the state it had.
+            kept: `[B]`, how many tokens each row keeps; a row that keeps none keeps its old state.
         """
         self.abort(rows[kept == 0])
         rows = rows[kept > 0]
@@ -139,11 +139,11 @@ class StateSlots:
     def begin(self, row: int, length: int, key: PrefixKey | None, promise: bool) -> bool:
         """Starts a row, on the checkpoint that was found for it, if there is room.
 
-        Without a checkpoint there is: the caller has asked for the slot of a promise.
+        Without a checkpoint there is room: for a promise, the caller has called `require_slot`.
 
         Args:
-            length: tokens found; `key` is theirs, None if none were.
-            promise: whether the row gets a slot whatever happens.
+            length: how many tokens were found; `key` is their key, None if none were found.
+            promise: whether the row gets a slot in any case.
         """
         if key is not None:
             self.slot[row] = self._own(self.checkpoints.slots[key])
@@ -184,15 +184,15 @@ class StateSlots:
 
         Args:
             what: the call, for the error.
-            versions: of each row's state; -1 for a row that has none.
-            promised: which rows get a slot whatever happens.
+            versions: the version of each row's state; -1 for a row that has none.
+            promised: which rows get a slot in any case.
         """
         owners, slot, promises = self.pool.refcount.copy(), self.slot.copy(), self.promised.copy()
         slot[rows] = found = np.asarray([self._holding(version) for version in versions.tolist()])
         np.add.at(owners, found[found >= 0], 1)
         promises[rows] = promised
         missing, count = np.unique(versions[(versions >= 0) & (found < 0)], return_counts=True)
-        alone = np.isin(versions, missing[count == 1]) & promised  # owed what it gets now
+        alone = np.isin(versions, missing[count == 1]) & promised  # its promise covers it
         needed, room = missing.size - int(alone.sum()), self._room(owners, slot, promises)
         if needed > room:
             raise self.out_of_slots(what, needed, room)
@@ -201,11 +201,11 @@ class StateSlots:
         """Gives rows the states of these versions, after `require_return`.
 
         Returns:
-            Slots whose bytes have to be brought, and their versions; rows share a state that they
-            shared, and one that is still here.
+            Slots whose bytes the caller has to bring, and their versions. Rows that shared a state
+            share it again, and a state that is still here is not brought.
         """
         fresh = []
-        # States that are here first, so that none of them is reused for another.
+        # States that are still here are owned first, so that their slots are not reused.
         for row, version in zip(rows.tolist(), versions.tolist()):
             self.slot[row] = self._own(self._holding(version))
         for row, version in zip(rows.tolist(), versions.tolist()):
@@ -227,12 +227,12 @@ class StateSlots:
             raise self.out_of_slots(what, 1, room)
 
     def receive(self, row: int) -> int:
-        """The slot of a row for a state that was never here, after `require_slot`."""
+        """Gives a row a slot for a state that was never here; call `require_slot` first."""
         self.slot[row] = self._take()
         return int(self.slot[row])
 
     def _holding(self, version: int) -> int:
-        """The slot that holds a version, or -1."""
+        """Returns the live or cached slot that holds a version, or -1."""
         found = np.flatnonzero(self.pool.version == version)
         found = found[self.pool.is_kept(found)]
         return int(found[0]) if found.size and version >= 0 else NO_SLOT
@@ -244,10 +244,10 @@ class StateSlots:
 
         Args:
             length: tokens of the row.
-            key: of these tokens; None if their ids are not known.
+            key: the key of these tokens; None if their ids are not known.
         """
         slot = self.checkpoints.keep(row, length, int(self.slot[row]), key)
-        self.pool.drop(np.asarray([self._own(slot)]))  # used just now: last to go
+        self.pool.drop(np.asarray([self._own(slot)]))  # most recently used, so reused last
 
     def require_way_back(self, row: int, length: int) -> None:
         """Raises `OutOfPagesError` if another row is promised the slot of a row's checkpoint."""
@@ -261,10 +261,10 @@ class StateSlots:
             raise self.out_of_slots("truncate", 1, room + 1)
 
     def go_back(self, row: int, length: int) -> None:
-        """Gives a row the state that it had at a length: 0, or that of a checkpoint.
+        """Gives a row the state that it had at a length: 0, or the length of a checkpoint.
 
-        After `require_way_back`, where it is a checkpoint.
-        Where others have that state too, and no slot is left for a copy, its promise ends.
+        For a checkpoint, call `require_way_back` first. If others have this state too, and no slot
+        is left for the row's next write, the row's promise ends.
         """
         key = self.checkpoints.key_at(row, length) if length else None
         slot = NO_SLOT if key is None else self._own(self.checkpoints.slots[key])
@@ -296,13 +296,13 @@ class StateSlots:
     # ------------------------------------------------------------------ explain
 
     def owners(self) -> Ints:
-        """`[slots]`, how many rows own each slot, by what rows say."""
+        """`[slots]`, how many rows own each slot, counted from `slot` and `target`."""
         written = self.target[self.target != self.slot]
         held = np.concatenate([self.slot, written])
         return np.bincount(held[held >= 0], minlength=self.num_slots)
 
     def check(self, rows: Ints, lengths: Ints) -> None:
-        """Raises `CorruptCacheError` if what rows have contradicts their texts or the room.
+        """Raises `CorruptCacheError` if rows' slots contradict their texts or the room.
 
         Args:
             rows: live rows.

@@ -1,4 +1,4 @@
-"""Counts of pages, slots and tokens, in numbers a person can check."""
+"""Counts of pages, slots and tokens, which a person can check by hand."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .tables import PageTables
 
 @dataclass(frozen=True)
 class CacheStats:
-    """A snapshot of a cache; pages, but for `promised`, are summed over layer groups.
+    """A snapshot of a cache; all page counts but `promised` are sums over layer groups.
 
     Attributes:
         pages: all pages that exist; live + cached + free.
@@ -19,7 +19,7 @@ class CacheStats:
         shared: live pages that two or more sequences own.
         cached: pages without an owner that are still findable as a prefix.
         free: pages that are neither live nor cached.
-        promised: pages that each group that can run out sets aside for reservations.
+        promised: pages set aside for reservations, in each group that can run out.
         wasted_slots: slots of live pages that hold no committed token.
         sequences: live sequences.
         tokens: committed tokens of all live sequences together.
@@ -33,10 +33,10 @@ class CacheStats:
         offloaded: host pages of offloaded sequences.
         offloaded_bytes: K and V bytes of the host pages of offloaded sequences.
         host_cached: host pages without an owner that are findable as a prefix.
-        states: state slots in use: of sequences, which may share them, and of checkpoints.
-        checkpoints: prefixes of which the state is kept.
+        states: state slots in use, by sequences, which may share them, and by checkpoints.
+        checkpoints: prefixes whose state is kept.
         unshared: pages that live sequences would own if they shared none.
-        unshared_bytes: K and V bytes of as many.
+        unshared_bytes: K and V bytes of `unshared` pages.
         tokens_from_store: tokens whose K and V a prefix store brought into pages.
     """
 

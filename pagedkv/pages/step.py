@@ -1,7 +1,7 @@
 """One step over the page tables: `prepare` makes room, `commit` keeps it, `abort` gives it back.
 
 `prepare` checks everything first and then takes pages, so that a failing call changes nothing.
-Between it and `commit` lengths stand still: where a layer writes depends on committed state only.
+Until `commit` lengths stay as they are: where a layer writes depends only on committed state.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ def prepare(
     """Makes room for `new` tokens of each row: fresh pages, and copies of shared ones.
 
     Args:
-        evictor: takes pages from sequences where pages run short.
+        evictor: takes pages from sequences if pages run short.
 
     Raises:
         SequenceTooLongError: a sequence or the step is longer than the cache allows.
-        OutOfPagesError: not all of them fit; nothing was changed.
+        OutOfPagesError: not all tokens fit; nothing was changed.
     """
     size = tables.page_size
     start = tables.lengths[rows]
@@ -94,7 +94,7 @@ def _take_staged(
     shared: list[tuple[int, Ints, Ints]],
     evictor: Evictor | None,
 ) -> tuple[Ints, list[Ints]]:
-    """Takes coded and staging pages: for new entries, copies of each group, and codings."""
+    """Takes coded and staging pages: for new entries, each group's copies, and codings."""
     reserved, start, rows = tables.reservations, plan.start, plan.rows
     end = start + plan.new
     needs = staging.needs_of(tables, start, end, order, plan.grown_columns)
@@ -124,14 +124,14 @@ def _plan_copies(tables: PageTables, plan: PagePlan, tails: Ints) -> list[tuple[
     some owner does not write, or if the page is coded, every writer copies.
 
     Args:
-        tails: which sequences of the step have a tail that has to be checked.
+        tails: indices of the sequences whose tails have to be checked.
     """
     pool, index = tables.pool, tables.index
     rows, column = plan.rows[tails], plan.column[tails]
     offset = plan.offset[tails]
     tail = tables.tables[tables.at(rows, column)]
     if plan.tokens is not None:
-        # A prompt that was found as a whole: its last token is stored already and is not written.
+        # If a prompt was found as a whole, its last token is stored already and is not written.
         position = (np.cumsum(plan.new) - plan.new)[tails]
         fed = plan.tokens[position]
         stored = (index.tokens[tail, offset] == fed).all(0) & (fed != UNKNOWN_TOKEN)
@@ -190,7 +190,7 @@ def _copy_or_claim(tables: PageTables, plan: PagePlan, tails: Ints) -> None:
         tables.tables[place] = target
         tables.changed.mark(*place)
         tables.column_of[target] = column
-        # The source pages are dropped by `commit` only, so that an abort finds them as they were.
+        # Only `commit` drops the source pages, so that an abort finds them as they were.
         index.tokens[target] = index.tokens[source]
         pool.filled[target] = plan.offset[order]
         tables.reservations.extra[rows] = False
@@ -206,7 +206,7 @@ def _copy_or_claim(tables: PageTables, plan: PagePlan, tails: Ints) -> None:
 
 
 def abort(tables: PageTables, plan: PagePlan) -> None:
-    """Takes back everything `prepare` did, except that reused cached pages stay forgotten."""
+    """Undoes everything that `prepare` did; cached pages that were reused stay forgotten."""
     if tables.states is not None:
         tables.states.abort(plan.rows)
     places = tables.at(plan.grown_rows, plan.grown_columns)
@@ -242,7 +242,7 @@ def commit(
     """Moves lengths by the accepted tokens and makes them findable.
 
     Args:
-        accepted: `[B]`, tokens kept of each sequence, or None for all.
+        accepted: `[B]`, how many tokens each sequence keeps, or None for all.
         tokens: ids of the accepted tokens, flat, -1 where unknown; None if none is known.
         revocable: until the next commit, windows keep every page that `truncate` needs to go back
             to the length before this step, or to any length since.
@@ -251,12 +251,12 @@ def commit(
         Pages that are over the budget now, for `evictor.take`.
 
     Raises:
-        PolicyError: the policy's answer is no score; nothing was changed.
+        PolicyError: the policy did not return scores; nothing was changed.
     """
     rows = plan.rows
     count = plan.new if accepted is None else accepted
     end = plan.start + count
-    # The policy is asked before anything changes, because a policy of the caller's may raise.
+    # The policy is asked before anything changes, because a caller's policy may raise.
     victims = None if evictor is None else evictor.over_budget(tables, rows, end)
     if accepted is not None:
         _give_back(tables, plan, end)
@@ -270,7 +270,7 @@ def commit(
     if plan.codings is not None:
         staging.code(tables, rows, plan.codings, end)
         tables.num_coded[rows] = tables.coded_of(end)
-        if accepted is not None:  # a text that ends within a coded page goes on on a staging page
+        if accepted is not None:  # a text cut within a coded page needs a staging page
             tables.check_tail[rows] |= end % tables.page_size > 0
     tables.lengths[rows] = end
     tables.tokens_computed += taken

@@ -1,9 +1,9 @@
 """The books of sequences and their pages: ids, lengths, page tables, reservations.
 
-All state is in numpy arrays with one row per sequence, page tables with a leading group axis:
+All state is in numpy arrays with one row per sequence; page tables have a leading group axis.
 `tables[group, row, column]` is the page that holds positions `column * P ...` of the sequence, or
--1 where there is none (beyond the end, or dropped behind a window). Where a policy evicted pages
-(`evict.py`) the pages behind them have moved up: `at` says where a column of the text is now, and
+-1 if there is none (beyond the end, or dropped behind a window). If a policy evicts pages
+(`evict.py`), the pages behind them move up: `at` says where a column of the text is now, and
 `column_of` which column of its text a page holds. Functions that change ownership between steps
 are in `sequences.py`, the functions of a step in `step.py`.
 """
@@ -34,8 +34,8 @@ class PageTables:
     """Sequences and their pages.
 
     Args:
-        config: of the cache: groups and their pools, rows, lengths.
-        notes: where every change is noted, if somebody looks at it.
+        config: the cache's configuration: groups and their pools, rows, lengths.
+        notes: every change is noted there, for a trace; None for none.
     """
 
     def __init__(self, config: CacheConfig, notes: Notes | None = None) -> None:
@@ -47,18 +47,18 @@ class PageTables:
         groups = range(len(self.windows))
         num_pages = [config.num_pages(group) for group in groups]
         staging = [config.num_staging_pages(group) for group in groups if self.staged]
-        # One segment of the pool for each group, or its coded pages and then its staging pages.
+        # A group has one segment of the pool, or one of coded pages and one of staging pages.
         segments = [n for both in zip(num_pages, staging) for n in both] or list(num_pages)
         self.kinds = len(segments) // len(num_pages)
         self.index = PrefixIndex(self.windows, sum(segments), page_size, config.fingerprint)
         pool = segments, self.index, self.kinds
         self.pool = PagePool(*pool) if notes is None else NotedPool(*pool, notes)
         self.notes = notes
-        self.base = self.pool.base[:: self.kinds]  # `[groups + 1]`, first page of each
-        self.first_staging = self.pool.base[1 :: self.kinds]  # beyond the group without any
+        self.base = self.pool.base[:: self.kinds]  # `[groups + 1]`, each group's first page
+        self.first_staging = self.pool.base[1 :: self.kinds]  # its end, if it has none
 
         width = -(-max_length // page_size)
-        if not any(self.windows):  # every entry is a page of its own
+        if not any(self.windows):  # a row's entries are distinct pages
             width = min(width, max(num_pages) + max(staging, default=0))
         self.tables = np.full((len(num_pages), max_sequences, width), -1, dtype=np.int64)
         by_group = len(num_pages), max_sequences
@@ -69,24 +69,24 @@ class PageTables:
         self.lengths = np.zeros(max_sequences, dtype=np.int64)  # committed tokens
         self.ids_known = np.zeros(max_sequences, dtype=bool)  # the ids of all tokens are known
         # Whether another sequence may own the tail page as well, or findable tokens may lie past
-        # this text's end: then the next step checks before it writes in place. To check in every
-        # step took a third of its bookkeeping. May be set in vain, never missing (`check.py`).
+        # this text's end: then the next step checks before it writes in place. Checking in every
+        # step took a third of its bookkeeping. May be set needlessly, never missing (`check.py`).
         self.check_tail = np.zeros(max_sequences, dtype=bool)
         self.prefix_keys: list[list[bytes]] = [[] for _ in range(max_sequences)]
         # Pages that a sequence with a reservation needs at most once its prompt is computed.
         self.lasting = np.zeros(max_sequences, dtype=np.int64)
         self.pending: dict[int, Tokens] = {}  # prompt ids not committed yet, by row
-        self.mixed: dict[int, Mapping[int, bytes]] = {}  # of rows whose salt has regions: `Chain`
-        self.models: dict[int, bytes] = {}  # fingerprints that rows are marked with
+        self.mixed: dict[int, Mapping[int, bytes]] = {}  # by row with regions: see `Chain`
+        self.models: dict[int, bytes] = {}  # fingerprints, by marked row
 
-        # Complete pages behind the first: those of a sequence that are coded, or about to be.
+        # Complete pages behind the first, of each sequence: they are coded, or about to be.
         self.num_coded = np.zeros_like(self.num_pages) if self.staged else self.num_pages
         self.evicted_coded = np.zeros_like(self.evicted) if self.staged else self.evicted
         binding = np.zeros(len(segments), dtype=bool)
         binding[:: self.kinds] = [config.reserves(group) for group in groups]
         held = self.num_coded, self.evicted_coded
         self.reservations = Reservations(self.pool, binding, *held, not self.staged)
-        self.growth: PoolGrowth | None = None  # of a pool that is not fixed
+        self.growth: PoolGrowth | None = None  # None for a pool of fixed size
         states = config.max_states, max_sequences
         self.states = StateSlots(*states) if config.states else None
         self.seqs = np.full(max_sequences, -1, dtype=np.int64)
@@ -102,7 +102,7 @@ class PageTables:
         self.compacted = False  # pages were evicted from some sequence, in this cache or before
 
     def at(self, rows: int | Ints, columns: Ints) -> tuple[Any, ...]:
-        """The index into `tables` of some columns of texts, as pages lie now: `[groups, n]`."""
+        """Returns the index into `tables` where columns of texts are now: `[groups, n]`."""
         if not self.compacted:
             return slice(None), rows, columns
         evicted = self.evicted[:, rows]
@@ -151,14 +151,14 @@ class PageTables:
     # ------------------------------------------------------------------ rows that begin and end
 
     def name(self, rows: Ints) -> list[int]:
-        """Gives rows ids that were never given before."""
+        """Gives rows sequence ids that were never used before, and returns them."""
         ids = self._next_id[rows]
         self.seqs[rows] = ids
         self._next_id[rows] = ids + self.max_sequences
         return ids.tolist()
 
     def take_back_name(self, seq: int) -> None:
-        """Gives the next sequence the id of one that ended before its caller knew it."""
+        """Lets the next sequence have the id of one that ended before its caller knew it."""
         self._next_id[seq % self.max_sequences] = seq
 
     def set_table(self, row: int, pages: Ints) -> None:
@@ -174,7 +174,7 @@ class PageTables:
         self.changed.mark(slice(None), np.asarray([row]), np.arange(columns))
 
     def reset(self, rows: Ints) -> None:
-        """Leaves rows without pages, tokens or a reservation. The caller has dropped the pages."""
+        """Clears the page counts and reservations of rows. The caller has dropped the pages."""
         self.num_pages[rows] = self.num_coded[rows] = 0
         self.first_kept[:, rows] = self.evicted[:, rows] = self.evicted_coded[:, rows] = 0
         self.check_tail[rows] = False
@@ -183,7 +183,7 @@ class PageTables:
     def bound_promises(self, rows: Ints) -> None:
         """Lowers promises after an eviction.
 
-        A sequence whose prompt is computed needs no more pages than stay of it.
+        After its prompt a sequence needs no more pages than the policy lets it keep.
         """
         if not self.reservations.count:
             return
@@ -191,8 +191,8 @@ class PageTables:
             if self.kept is not None and row not in self.pending:
                 self.reservations.cap(row, int(self.lasting[row]))
         self.reservations.update(rows)
-        # Groups may have given up different numbers of pages; then one of them may have too few
-        # for a promise that holds in all of them.
+        # Groups may have given up different numbers of pages. Then one of them may have too few
+        # pages for a promise, which is made in all groups.
         self.reservations.settle(rows.tolist())
 
     # ------------------------------------------------------------------ shared helpers
@@ -202,15 +202,15 @@ class PageTables:
         return np.maximum(length // self.page_size - 1, 0)
 
     def counted(self, length: Any) -> Any:
-        """Counts pages of texts of `length` tokens that count towards a reservation's limit."""
+        """Counts the pages that texts of `length` tokens have towards a reservation's limit."""
         return self.coded_of(length) if self.staged else -(-length // self.page_size)
 
     def kinds_of(self, group: int, pages: Ints) -> Ints:
-        """The kinds of some pages of a group: 1 for a staging page, else 0."""
+        """Returns the kinds of some pages of a group: 1 for a staging page, else 0."""
         return (pages >= self.first_staging[group]).astype(np.int64)
 
     def require_here(self, rows: Iterable[int]) -> None:
-        """Raises `OffloadedError` if the pages of one of some sequences are in host memory."""
+        """Raises `OffloadedError` if the pages of one of these sequences are in host memory."""
         for row in rows if self.offloaded else ():
             if row in self.offloaded:
                 raise OffloadedError(f"seq: {self.seqs[row]} is offloaded, `restore` it first")
@@ -231,7 +231,7 @@ class PageTables:
         return PrefixKey.of(self.chain(row), self.prefix_keys[row][columns], columns, tail)
 
     def forget_behind(self, group: int, page: int, keep: int) -> None:
-        """Makes a page's tokens from `keep` on unfindable: its only owner is to write there."""
+        """Makes a page's tokens from `keep` on unfindable: its only owner will write there."""
         self.pool.filled[page] = keep
         self.pool.renew(page)
         if keep:
@@ -240,7 +240,7 @@ class PageTables:
             self.index.forget(group, page)
 
     def size_of(self, row: int) -> int:
-        """Tokens of a sequence's text, those of a prompt that are not committed yet included."""
+        """Counts the tokens of a sequence's text, with prompt tokens not committed yet."""
         pending = self.pending.get(row)
         return int(self.lengths[row]) + (0 if pending is None else pending.size)
 
@@ -253,10 +253,10 @@ class PageTables:
 
         Args:
             increment: pages that each group grows by.
-            resize: makes the first pages of each group exist, as `PoolGrowth` calls it.
+            resize: as in `PoolGrowth`.
         """
         self.growth = PoolGrowth(self.pool, self.reservations, increment, self.kinds, resize)
 
     def grow(self, short: Ints) -> bool:
-        """Whether each segment now has the pages it is short of, because the pool grew."""
+        """Grows the pool if it can; whether each segment got the pages that it lacked."""
         return self.growth is not None and self.growth.cover(short)
