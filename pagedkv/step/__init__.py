@@ -1,4 +1,4 @@
 """An open step on the device: its metadata, and the page tables and buffers that outlive it.
 
-`metadata.py` is what layers are given, `device_tables.py` what one upload a step keeps up to date.
+`metadata.py` has the object that layers get, `device_tables.py` the tables that each step updates.
 """

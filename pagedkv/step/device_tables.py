@@ -1,7 +1,7 @@
-"""The page tables on the device, one row per sequence, and the buffers a step is sent through.
+"""The page tables on the device, one row per sequence, and the buffers that send a step.
 
-All arrays of a step go in one packed copy, from two host buffers in turn, so that no step waits for
-the copy of the one before. The buffers keep their addresses, because captured graphs read them.
+One packed copy sends all arrays of a step. Two host buffers take turns, so that no step waits for
+the previous copy. The device buffers keep their addresses, because captured graphs read them.
 `metadata.py` decides what is sent.
 """
 
@@ -23,12 +23,12 @@ _handles = itertools.count()
 
 
 class Lasting:
-    """A buffer whose address lasts, and the slices of it that were made so far.
+    """A buffer with a lasting address, and its slices that were made so far.
 
     Slices are kept because making one costs as much as a small copy.
     """
 
-    MOST = 256  # slices kept: a bound on memory, should every step have another length
+    MOST = 256  # slices kept at most, which bounds memory if every step has another length
 
     def __init__(self, size: int, dtype: torch.dtype, device: torch.device, pin: bool) -> None:
         with torch.inference_mode(False):  # it lasts, so it must be usable outside of it
@@ -36,7 +36,7 @@ class Lasting:
         self._slices: dict[tuple[int, int], Tensor] = {}
 
     def __call__(self, stop: int, start: int = 0) -> Tensor:
-        """Elements `start .. stop`."""
+        """Returns elements `start .. stop`."""
         view = self._slices.get((start, stop))
         if view is None:
             assert stop <= self.whole.numel()  # a slice would silently be shorter
@@ -54,12 +54,12 @@ class DeviceTables:
         self.device = device
         self.handle = next(_handles)
         first = torch.from_numpy(tables.first_staging - tables.base[:-1])
-        self.first_staging = first[:, None].to(device)  # of each group, counted in it
+        self.first_staging = first[:, None].to(device)  # by group, as ids within the group
         rows = tables.tables.shape[1]
         with torch.inference_mode(False):
             self.tables = torch.full(tables.tables.shape, -1, dtype=torch.int32, device=device)
             self._flat = self.tables.view(-1)
-        # A step of one token a row counts its rows and nothing else.
+        # A step of one token a row needs only these numbers 0, 1, ... as starts and row indices.
         self.counting = Lasting(rows + 1, torch.int64, device, pin=False)
         self.counting32 = Lasting(rows + 1, torch.int32, device, pin=False)
         for count in (self.counting.whole, self.counting32.whole):
@@ -92,20 +92,20 @@ class DeviceTables:
         return [self._buffer(end, end - part.size) for part, end in zip(parts, ends)]
 
     def write(self, where: Tensor, pages: Tensor) -> None:
-        """Changes entries of the tables; `where` counts over all groups."""
+        """Changes entries of the tables; `where` has flat indices over all groups."""
         self._flat[where] = pages
 
     def forget(self, absent: list[tuple[int, int]]) -> None:
         """Takes pages that no longer exist out of the tables: rows may have them past their end.
 
         Args:
-            absent: of each group the first such page, and the one behind the last.
+            absent: for each group, the first such page and the page behind the last.
         """
         for table, (first, stop) in zip(self.tables, absent):
             table.masked_fill_((table >= first) & (table < stop), -1)
 
     def check(self, tables: PageTables) -> None:
-        """Raises `CorruptCacheError` if an entry in use differs from the host's and is not sent."""
+        """Raises `CorruptCacheError` if a used entry differs from the host's and is not marked."""
         known = self._flat.cpu().numpy() == tables.tables.reshape(-1)
         known[tables.changed.places()] = True
         groups, height, width = tables.tables.shape
@@ -119,18 +119,18 @@ class DeviceTables:
             )
 
     def keep(self, name: str, value: Tensor, most: int, dtype: torch.dtype | None = None) -> Tensor:
-        """Copies a step's tensor to an address that lasts, because captured graphs read it there.
+        """Copies a step's tensor to a lasting address, because captured graphs read it there.
 
         Args:
-            most: elements that any step can have.
-            dtype: the dtype of the copy, if it is not that of the value.
+            most: the largest number of elements in any step.
+            dtype: the dtype of the copy; by default the value's.
         """
         if name not in self._kept:
             self._kept[name] = Lasting(most, dtype or value.dtype, self.device, pin=False)
         return self._kept[name](value.numel()).copy_(value)
 
     def keep_all(self, name: str, values: Tensor, *most: int) -> Tensor:
-        """Copies tensors `[groups, ...]` of a step to an address that lasts, strides included.
+        """Copies tensors `[groups, ...]` of a step to a lasting address with lasting strides.
 
         Args:
             most: the largest size of each axis but the first in any step.
@@ -147,16 +147,16 @@ class DeviceTables:
         return room.copy_(values)
 
     def rows(self, chosen: Tensor, width: int) -> Tensor:
-        """Page tables of a batch in every group, ids counted in the group: `[groups, B, width]`."""
+        """Returns a batch's page tables, with ids within each group: `[groups, B, width]`."""
         tables = self.tables[:, :, :width].index_select(1, chosen)
         return tables if self._starts is None else tables.sub_(self._starts).clamp_(min=-1)
 
     def kept(self, name: str) -> Lasting:
-        """The buffer that `keep` copies to."""
+        """Returns the buffer that `keep` copies to."""
         return self._kept[name]
 
     def kept_all(self, name: str) -> Tensor:
-        """The buffer that `keep_all` copies to."""
+        """Returns the buffer that `keep_all` copies to."""
         return self._all_kept[name]
 
     def _reserve(self, capacity: int) -> None:
@@ -174,9 +174,9 @@ class Devices(NamedTuple):
     """The tables and pages that steps use on each device of a cache.
 
     Attributes:
-        each: of each device its tables, and the pages of the layers there; steps begin on the
-            first.
-        of_layer: the number of each layer's device; None where there is one.
+        each: the tables of each device, and the pages of its layers; steps begin on the first
+            device.
+        of_layer: the index of each layer's device in `each`; None if there is only one device.
     """
 
     each: Sequence[tuple[DeviceTables, Any]]

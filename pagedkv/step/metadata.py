@@ -1,4 +1,4 @@
-"""A step as its caller and its layers see it: open or closed, on several devices, in part."""
+"""A step as its caller and its layers see it, also on several devices or with fewer rows."""
 
 from __future__ import annotations
 
@@ -23,24 +23,24 @@ from .device_tables import Devices
 from .states import StepStates
 from .tensors import StepTensors
 
-# The step last opened on each cache, by the cache's handle: a compiled graph cannot hold on to an
-# object, only to a number.
+# The step last opened on each cache, by the cache's handle: a compiled graph cannot hold an object,
+# only a number.
 open_steps: weakref.WeakValueDictionary[int, StepMetadata] = weakref.WeakValueDictionary()
 
 
 class StepMetadata(StepTensors):
     """The facts about one step that a model and an attention kernel need.
 
-    Tensors are on the cache's device and views of buffers that the next steps reuse. Where layers
-    lie on several devices, `at` gives the step as a layer sees it.
+    Tensors are on the cache's device, as views of buffers that the next steps reuse. If layers are
+    on several devices, `at` gives the step as a layer sees it.
 
     Attributes:
         seqs: `[B]`, sequence ids (host).
-        num_new: `[B]`, new tokens of each (host).
+        num_new: `[B]`, new tokens of each sequence (host).
         positions: `[T]` int64, position of every new token in its text.
         last_rows: `[B]` int64, index in `[T]` of each sequence's last token.
         query_start_loc: `[B + 1]` int32, where each sequence's tokens begin.
-        handle: number of the cache, the same in all its steps.
+        handle: the cache's number in `open_steps`, the same in all its steps.
     """
 
     def __init__(
@@ -57,14 +57,15 @@ class StepMetadata(StepTensors):
         self.seqs = seqs
         self.backend = backend  # of attention, by name
         self.wrote: list[int] = []  # layers that wrote, one entry for each time
-        # Whether a processor may attend to a prefix once for all rows: it changes their last bits.
+        # Whether a processor may attend to a shared prefix once for all rows. This changes the last
+        # bits of results.
         self.reads_prefixes = True
         self.bounded = False  # counts on the host are upper bounds, not the step's own numbers
         self.shared: dict[int, Any] = {}  # in a bounded step, by group, work of common prefixes
-        # How many last queries of each row are watched for `observer`; None: none.
+        # How many last queries of each row `observer` watches; None if it watches none.
         self.queries: Ints | None = None
         self.observer: Any = None
-        self.states: StepStates | None = None  # of a model that has them
+        self.states: StepStates | None = None  # None for a model without states
         self.handle = self._device.handle
         open_steps[self.handle] = self
         self._number, self._number_of = 0, devices.of_layer
@@ -87,7 +88,7 @@ class StepMetadata(StepTensors):
         return self._tokens
 
     def _on(self, devices: Devices, number: int, parts: list[npt.NDArray[Any]]) -> StepMetadata:
-        """This step on another device."""
+        """Returns this step on another device."""
         there = copy(self)
         there._number, there._memo = number, {}
         there._device, there.storage = devices.each[number]
@@ -97,10 +98,9 @@ class StepMetadata(StepTensors):
     # ------------------------------------------------------------------ on several devices
 
     def at(self, layer: int) -> StepMetadata:
-        """This step on the device of a layer: the same numbers in tensors that are there.
+        """Returns this step with its tensors on the device of a layer; `tokens` are not copied.
 
-        A layer's call is given the step itself, and finds what it needs. `tokens` stay where they
-        are.
+        A layer's call takes the step that `prepare` returned, and calls this by itself.
 
         Raises:
             ValueError: this is not the step that `prepare` returned.
@@ -124,20 +124,20 @@ class StepMetadata(StepTensors):
         return self._tables is tables
 
     def close(self, state: Literal["committed", "aborted"]) -> None:
-        """Says that the step is over, on every device."""
+        """Marks the step as over, on every device."""
         for step in (self, *self._elsewhere):
             step.state = state
 
     # ------------------------------------------------------------------ as part of a larger step
 
     def padded(self, rows: int, shared: dict[int, Any]) -> StepMetadata:
-        """This step of one token a row, as the first rows of a larger step whose others are empty.
+        """Pads this step of one token a row with empty rows, up to `rows`.
 
         All padded steps have their tensors at the same addresses, so a captured graph reads the
-        latest. Counts on the host are upper bounds that hold for all of them.
+        latest step. Counts on the host are upper bounds for all padded steps.
 
         Args:
-            shared: by group, the work of prefixes that rows have in common, in lasting buffers.
+            shared: by group, the work of prefixes that rows share, in lasting buffers.
         """
         batch, groups = len(self.seqs), range(len(self.config.groups))
         assert self.num_tokens == batch <= rows
@@ -168,7 +168,7 @@ class StepMetadata(StepTensors):
         return step
 
     def again(self) -> StepMetadata:
-        """A copy of this step as it was before a layer computed anything for it."""
+        """Returns a copy of this step as it was before any layer used it."""
         step = copy(self)
         step.wrote = []
         named = ("page_table", "slots", "kv_lens")
@@ -176,10 +176,10 @@ class StepMetadata(StepTensors):
         return step
 
     def narrowed(self, num_queries: Ints) -> StepMetadata:
-        """This step with queries for the last new tokens of each row alone, to be read from.
+        """Returns this step with queries only for each row's last new tokens; only for reading.
 
         Args:
-            num_queries: `[B]`; rows with 0 are left out. What all layers ask alike is made once.
+            num_queries: `[B]`; rows with 0 are left out. Layers with equal counts share the result.
         """
         counts, new = np.asarray(num_queries), self.num_new
         few = counts.dtype.kind in "iu" and counts.shape == new.shape and counts.any()
@@ -201,7 +201,7 @@ class StepMetadata(StepTensors):
         return step
 
     def in_chunks(self, group: int) -> StepMetadata:
-        """This step as a group of chunked layers reads it: a row for each chunk that has queries.
+        """Returns this step with a row for each chunk with queries, for a group of chunked layers.
 
         A chunk is a slice of the page table. Within it attention is plainly causal, so such a row
         begins at the chunk's first page, and its length counts from there.
@@ -216,7 +216,7 @@ class StepMetadata(StepTensors):
             if int(self.num_new.max()) == 1:  # one chunk a row; a graph may replay it
                 step.kv_lens_host = (ends - 1) % chunk + 1
                 lens, whole = self.kv_lens(group), self.page_table(group)
-                before = (lens - 1).clamp(min=0) // chunk * chunk  # a row that only fills has none
+                before = (lens - 1).clamp(min=0) // chunk * chunk  # padding rows have length 0
                 step._kv_lens, first = lens - before, (before // size).long()
                 if self.bounded:
                     step.kv_lens_host = np.full(len(ends), min(chunk, int(ends.max())))
@@ -239,7 +239,7 @@ class StepMetadata(StepTensors):
         return step
 
     def _without(self, rows: Ints) -> StepMetadata:
-        """A copy that has these rows alone, as far as reading goes."""
+        """Returns a copy that has only these rows; only for reading."""
         step, groups = copy(self), range(len(self.config.groups))
         chosen = sent(rows, self.query_start_loc.device)
         step.seqs, step.kv_lens_host = self.seqs[rows], self.kv_lens_host[rows]
@@ -252,10 +252,10 @@ class StepMetadata(StepTensors):
         return step
 
     def read_state(self, layer: int) -> list[Tensor]:
-        """Copies of the rows' states before this step, in one state layer: `[B, *shape]` each.
+        """Returns copies of the rows' states before this step, in one state layer: `[B, *shape]`.
 
         Args:
-            layer: which of `CacheConfig.states`. Rows without tokens have zeros.
+            layer: index into `CacheConfig.states`. Rows without tokens get zeros.
         """
         return self._states.read(layer)
 
@@ -263,8 +263,8 @@ class StepMetadata(StepTensors):
         """Hands in the rows' states after this step; `commit` stores them.
 
         Args:
-            layer: which of `CacheConfig.states`, each exactly once.
-            tensors: `[B, *shape]` each, in the order of `StateLayer.tensors`; kept until then.
+            layer: index into `CacheConfig.states`; each layer writes exactly once.
+            tensors: `[B, *shape]` each, in the order of `StateLayer.tensors`; kept until `commit`.
             donate: the caller will not touch the tensors again. If the next step has the same rows
                 in the same order, its `read_state` gives these instead of copies.
         """
@@ -278,7 +278,7 @@ class StepMetadata(StepTensors):
         return self.states
 
     def mark_written(self) -> None:
-        """Says that every layer wrote once: in a replayed CUDA graph no Python code sees it."""
+        """Notes that every layer wrote once: in a replayed CUDA graph no Python code notes it."""
         self.wrote += range(self.config.num_layers)
 
     def __repr__(self) -> str:
@@ -286,13 +286,13 @@ class StepMetadata(StepTensors):
 
 
 def _chunks(new: Ints, ends: Ints, chunk: int) -> tuple[Ints, Ints, Ints, Ints]:
-    """The chunks that have queries, in the order of rows and tokens.
+    """Returns the chunks that have queries, in the order of rows and tokens.
 
     Args:
         new, ends: `[B]`, new tokens of each row, and its length with them.
 
     Returns:
-        Of each chunk its row, its first token, its queries, and its tokens up to the last query.
+        For each chunk: its row, its first token, its queries, its tokens up to the last query.
     """
     begins = ends - new
     count = (ends - 1) // chunk - begins // chunk + 1

@@ -1,4 +1,4 @@
-"""The states of a step: those its rows had before, and those that layers have handed in."""
+"""The states of a step: the rows' states before it, and the states that layers hand in."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from pagedkv.arrays import Ints
 from pagedkv.errors import CorruptCacheError, LayerWritesError
 from pagedkv.kernels.sending import sent
 
-# State layer, slots, these on the device, what they will hold, whether that is donated.
+# State layer, slots, slots on the device, new states, whether they are donated.
 Kept = tuple[int, Ints, Tensor, list[Tensor], bool]
 
 
 class StateBytes(Protocol):
-    """Where states are: `storage/states.py`."""
+    """The storage of states, implemented in `storage/states.py`."""
 
     layers: tuple[Any, ...]
     devices: Sequence[torch.device]
 
     def read(self, layer: int, slots: Ints) -> list[Tensor]:
-        """Copies of the states in some slots."""
+        """Returns copies of the states in some slots."""
 
     def write(
         self, layer: int, slots: Ints, index: Tensor, values: Sequence[Tensor], donate: bool
@@ -31,7 +31,7 @@ class StateBytes(Protocol):
         """Replaces the states in some slots; it takes no memory."""
 
     def is_poisoned(self, slots: Ints) -> bool:
-        """Whether none of some slots has a number."""
+        """Whether all numbers in some slots are NaN."""
 
 
 class StepStates:
@@ -39,7 +39,7 @@ class StepStates:
 
     Args:
         source: `[B]`, the slot of each row before the step; -1 for a row without tokens.
-        target: `[B]`, the slot of each row after it.
+        target: `[B]`, the slot of each row after the step.
     """
 
     def __init__(self, storage: StateBytes, source: Ints, target: Ints) -> None:
@@ -49,7 +49,7 @@ class StepStates:
         self._donated: set[int] = set()
 
     def read(self, layer: int) -> list[Tensor]:
-        """Copies of the states before the step: `[B, *shape]` each."""
+        """Returns copies of the states before the step: `[B, *shape]` each."""
         self._require_layer(layer)
         return self._storage.read(layer, self.source)
 
@@ -58,7 +58,7 @@ class StepStates:
 
         Args:
             tensors: `[B, *shape]` each.
-            donate: whether the next step of these rows may have them for its own.
+            donate: whether the next step of these rows may use the tensors themselves.
         """
         self._require_layer(layer)
         if layer in self._written:
@@ -67,7 +67,7 @@ class StepStates:
         if len(tensors) != len(expected):
             raise ValueError(f"tensors: expected {len(expected)}, got {len(tensors)}")
         for tensor, (shape, _) in zip(tensors, expected):
-            # What cannot be copied into a slot would be noticed when the step is half committed.
+            # Without these checks a copy into a slot would fail when the step is half committed.
             if not isinstance(tensor, Tensor) or tensor.layout != torch.strided:
                 what = tensor.layout if isinstance(tensor, Tensor) else type(tensor).__name__
                 raise TypeError(
@@ -87,7 +87,7 @@ class StepStates:
             self._donated.add(layer)
 
     def device_of(self, layer: int) -> torch.device:
-        """Where a state layer lies."""
+        """Returns the device of a state layer."""
         return self._storage.devices[layer]
 
     def require_written(self) -> None:
@@ -98,10 +98,10 @@ class StepStates:
             raise LayerWritesError(f"step: state layers {', '.join(missing)} wrote nothing")
 
     def kept(self, accepted: Ints) -> list[Kept]:
-        """Returns the states to store, by layer; it takes memory where not all are stored as given.
+        """Returns the states to store, by layer; takes memory if it has to select or cast them.
 
         Args:
-            accepted: `[B]`, tokens kept of each row; a row that keeps none stays as it was.
+            accepted: `[B]`, how many tokens each row keeps; a row that keeps none stays as it was.
         """
         some = accepted > 0
         if not some.any():
@@ -117,12 +117,12 @@ class StepStates:
         return kept
 
     def store(self, kept: Sequence[Kept]) -> None:
-        """Stores what `kept` has chosen."""
+        """Stores the states that `kept` returned."""
         for each in kept:
             self._storage.write(*each)
 
     def check_unwritten(self) -> None:
-        """Raises `CorruptCacheError` if a slot that this step took has bytes before `store`."""
+        """Raises `CorruptCacheError` if a slot that this step took has numbers before `store`."""
         taken = self.target[self.target != self.source]
         if taken.size and not self._storage.is_poisoned(taken):
             raise CorruptCacheError(

@@ -1,8 +1,8 @@
 """The tensors of one step on one device.
 
-A step sends row numbers, lengths, ids and what changed of the page tables in one packed copy
-(`device_tables.py`); positions, slots and the batch-ordered tables are computed on the device from
-that. Every tensor handed out is valid until its step is closed.
+A step sends row numbers, lengths, ids and changed entries of the page tables in one packed copy
+(`device_tables.py`). From these the device computes positions, slots and the batch's page tables.
+Every tensor that a step hands out is valid until the step is closed.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from .device_tables import DeviceTables
 
 
 class StepTensors:
-    """The tensors of a step that attention kernels read, made when they are first asked for.
+    """The tensors of a step that attention kernels read, made at their first use.
 
     Attributes:
         num_new: `[B]`, new tokens of each sequence (host).
@@ -54,7 +54,7 @@ class StepTensors:
         self._plan = plan
         self._tables = tables
         self._memo: dict[Any, Any] = {}
-        # Where a policy evicts, groups hold different numbers of slots.
+        # If a policy evicts, groups hold different numbers of slots.
         self._evicts = config.policy is not None
         evicted = (
             tables.evicted[:, plan.rows] if self._evicts else np.zeros_like(tables.evicted[:, :1])
@@ -77,7 +77,7 @@ class StepTensors:
         return parts, ids is not None and int(ids.min()) >= 0
 
     def _upload(self, parts: list[npt.NDArray[Any]]) -> Tensor:
-        """Sends it, and computes where tokens go. Returns the ids."""
+        """Sends the arrays, and computes where tokens go. Returns the ids."""
         plan = self._plan
         rows, start, where, pages, held, ids, new, evicted = self._device.send(parts)
         self._evicted = evicted.view(-1, rows.numel())
@@ -136,7 +136,7 @@ class StepTensors:
         return self._tables.tables[group, self._plan.rows, : self._width]
 
     def kv_lens(self, group: int = 0) -> Tensor:
-        """`[B]` int32, slots of each sequence: the new and dropped ones count, evicted ones not."""
+        """`[B]` int32, each sequence's slots with new and dropped ones, without evicted ones."""
         if not self._evicts:
             return self._kv_lens
 
@@ -171,7 +171,7 @@ class StepTensors:
         return self._of_group("slots", group, build)
 
     def _of_group(self, name: str, group: int, build: Callable[[], Any]) -> Any:
-        """One group's part of a value that is computed for all groups at once."""
+        """Returns one group's part of a value that is computed for all groups at once."""
         value = self._memo.get((name, group))
         if value is None:
             values = self._once((name, None), build)
@@ -179,7 +179,7 @@ class StepTensors:
         return value
 
     def written(self, group: int) -> tuple[Tensor, Tensor | None]:
-        """Slots to write, and the tokens that go there (None for all, in order)."""
+        """Returns slots to write, and the tokens that go there (None for all, in order)."""
         plan = self._plan
         if plan.held is None and not (plan.direct and plan.direct.order.size):
             return self.slots(group), None
@@ -198,11 +198,11 @@ class StepTensors:
         return self._of_group("written", group, build)
 
     def direct(self, group: int) -> tuple[Tensor, Tensor] | None:
-        """Pages that this step fills from end to end, where pages are coded as a whole.
+        """Returns the pages that this step fills completely, if pages are coded as a whole.
 
         Returns:
-            The first of each page's tokens in `[T]`, and the page, both `[n]` int64; None without
-            any.
+            The index in `[T]` of each page's first token, and the page, both `[n]` int64; None if
+            there are none.
         """
         direct, tables = self._plan.direct, self._tables
         if direct is None or not direct.order.size:
@@ -245,7 +245,7 @@ class StepTensors:
         return self._once(("csr", group), build)
 
     def group_of(self, layer: int) -> int:
-        """The layer group of a layer."""
+        """Returns the layer group of a layer."""
         try:
             return self.config.group_of[layer]
         except KeyError:
@@ -253,15 +253,15 @@ class StepTensors:
             raise ValueError(f"layer: expected 0..{last}, got {layer!r}") from None
 
     def memo(self, key: Any, build: Callable[[], Any]) -> Any:
-        """A value that a backend computes once per step, and that the step keeps."""
+        """Returns a value that a backend computes once per step; the step keeps it."""
         return self._once(key, build)
 
     def keep(self, key: Any, value: Any) -> None:
-        """Keeps a value of a backend's until the step is over."""
+        """Keeps a backend's value until the step is over."""
         self._memo[key] = value
 
     def kept(self, key: Any) -> Any:
-        """Returns what `keep` was given under a key, or None."""
+        """Returns the value that `keep` got for a key, or None."""
         return self._memo.get(key)
 
     def require_open(self) -> None:
