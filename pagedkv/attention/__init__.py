@@ -1,4 +1,4 @@
-"""A layer's call: check, write, attend, in the backend that was chosen for the cache."""
+"""A layer's call: check, write, attend, with the backend that was chosen for the cache."""
 
 from .api import attend_again as attend_again
 from .api import paged_attention as paged_attention

@@ -1,7 +1,7 @@
-"""The two calls a layer makes: write the new K and V, attend over pages.
+"""The two calls that a layer makes: write the new K and V, attend over pages.
 
-`checks.py` refuses mistakes of callers, `backend.py` gives the backend that does the rest. To
-torch.compile the attention call is one operator that it does not look into.
+`checks.py` refuses mistakes of callers, `backend.py` gives the backend that does the rest. For
+torch.compile the attention call is one opaque operator.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from .observe import observe
 def write_kv(k: Tensor, v: Tensor, step: StepMetadata, layer: int) -> None:
     """Writes the step's K and V of one layer into its pages, in place.
 
-    Where they go depends on committed lengths only: layers come in any order, and a layer that is
-    written again is written in the same place. `commit` has to be told of it: `layers`.
+    Their slots depend only on committed lengths: layers may write in any order, and a layer that
+    writes again writes to the same slots. For that, name it in the argument `layers` of `commit`.
 
     Args:
         k: `[T, G, D]` in the cache's dtype and on its device, T the step's new tokens in order.
-        v: the same; D of K and V as the layer's group says. Where V is a part of K, a view of `k`.
+        v: the same; the layer's group has D of K and V. If V is a part of K, a view of `k`.
 
     Raises:
         ClosedStepError: the step was committed or aborted.
@@ -48,7 +48,7 @@ def write_kv(k: Tensor, v: Tensor, step: StepMetadata, layer: int) -> None:
         ...     write_kv(k, v, step, layer=0)
     """
     if torch.compiler.is_compiling():
-        # Without a result a compiler takes it for dead code; paged_attention writes as well.
+        # A compiler would drop a call without a result as dead code; paged_attention also writes.
         raise NotImplementedError("write_kv: expected to be called outside of compiled code")
     step.require_open()
     step = step.at(layer)
@@ -113,7 +113,7 @@ def paged_attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Writes the step's K and V of one layer, then attends causally over each sequence's pages.
 
-    The window is that of the layer's group. Positions are counted in the text, so pages that a
+    The window is that of the layer's group. Positions count tokens of the text, so pages that a
     window dropped do not shift them.
 
     Args:
@@ -124,18 +124,18 @@ def paged_attention(
         softcap: scores become `softcap * tanh(score / softcap)`.
         sinks: `[H]`, a score per head that takes its share of the weights and has no value.
         alibi_slopes: `[H]`; the score of a token d tokens in front of its query becomes `score -
-            slope * d`, behind scale and softcap (ALiBi).
-        distance_bias: `[T, H, n]`; such a score becomes `score + bias[query, head, d]`, and stays
-            where d is n or more. A table for all queries is given as `table.expand(T, -1, -1)`.
+            slope * d`, after scale and softcap (ALiBi).
+        distance_bias: `[T, H, n]`; the score of such a token becomes `score + bias[query, head, d]`
+            if d is less than n. Give one table for all queries as `table.expand(T, -1, -1)`.
         indices: `[T, n]` int32 or int64, the places in its text of the tokens that each query
-            reads, in any order and each once. Others are not read (sparse attention). Those below
-            0 and behind the query itself do not count; a query with none reads itself. `[T, G, n]`
-            has them of each KV head apart, without `sinks`. It is for dense pages of layers
-            without a window, none of which a policy gives up.
+            reads, each once and in any order (sparse attention). Places below 0 and behind the
+            query are ignored; a query with no other places reads itself. `[T, G, n]` has the
+            places for each KV head separately, without `sinks`. Only for dense pages of layers
+            without a window, in a cache without a policy.
         tree: `[T]` int64 from `tree_of`, bits that say which new tokens of its row a query sees:
-            bit d the token d places in front of it. It sees all that are 63 places in front and
-            farther. It is for layers without a window and without a bias by distance, of whose
-            pages a policy gives up none and whose queries read all.
+            bit d is for the token d places in front of it. It sees all tokens 63 or more places in
+            front. Only for layers without a window and without a bias by distance, in a cache
+            without a policy and whose queries read all pages.
         return_lse: also return the natural log-sum-exp of the scores, the sink's included.
 
     Returns:
@@ -143,11 +143,11 @@ def paged_attention(
 
     Raises:
         NotImplementedError: the Triton backend has no kernel for this many query heads a KV head,
-            there are `indices` or a `tree` in compiled code, or a `tree` where a query does not
-            see all of its text.
+            compiled code has `indices` or a `tree`, or there is a `tree` in a layer whose queries
+            do not see their whole text.
         ClosedStepError: the step was committed or aborted.
-        ValueError, TypeError: a shape, device or dtype differs from the cache's, or a policy gives
-            up tokens in front of which a bias by distance would count.
+        ValueError, TypeError: a shape, device or dtype differs from the cache's, or there is a bias
+            by distance and the cache has a policy or does not read all pages.
         GradModeError: `q`, `k`, `v` or a term requires gradients.
 
     Examples:
@@ -193,9 +193,9 @@ def _operator(
 ) -> tuple[Tensor, Tensor]:
     """`paged_attention` in the open step of the cache with this handle.
 
-    The pages are no argument, so that a compiler neither copies them nor has to know that they
-    change: only the call that writes a layer's tokens reads them in this step. As mutated
-    arguments they would be cloned, the whole pool at each call.
+    The pages are no argument, so that a compiler need not know that they change. This is safe: only
+    the call that writes a layer's tokens reads its pages in this step. If they were mutated
+    arguments, the compiler would clone the whole pool at each call.
     """
     step = open_steps[handle]
     terms = _terms(q, scale, softcap, sinks, alibi_slopes, distance_bias)
@@ -223,24 +223,24 @@ def attend_again(
 ) -> Tensor:
     """Attends over the pages of a layer that has written in this step, and writes nothing.
 
-    For layers without K and V of their own, which attend to those of another layer, and for some
-    rows of a layer whose others attend otherwise. Statistics of pages are those of the layers that
-    write through `paged_attention`.
+    For layers without K and V of their own, which attend to K and V of another layer, and for some
+    rows of a layer whose other rows attend differently. Its attention does not count in statistics
+    of pages.
 
     Args:
-        q: `[T, H, D]`, or with `num_queries` as many as these in all.
-        layer: the one that has written.
+        q: `[T, H, D]`; with `num_queries`, T is their sum.
+        layer: the layer that has written.
         num_queries: `[B]`, for how many of its last new tokens each row has queries; default for
             all.
         scale, softcap, sinks, alibi_slopes, distance_bias: as in `paged_attention`.
-        indices: as in `paged_attention`, where each row has queries for all its new tokens.
+        indices: as in `paged_attention`; only without `num_queries`.
 
     Returns:
         `[T, H, D]` in the dtype of `q`, D that of V.
 
     Raises:
         ValueError: the layer has not written, or `num_queries` does not fit the step.
-        NotImplementedError, ClosedStepError, TypeError, GradModeError: as `paged_attention`.
+        NotImplementedError, ClosedStepError, TypeError, GradModeError: as for `paged_attention`.
 
     Examples:
         >>> import torch
@@ -255,7 +255,7 @@ def attend_again(
         torch.Size([3, 4, 16])
     """
     if torch.compiler.is_compiling():
-        # Nothing tells a compiler that this call has to follow the one that writes.
+        # A compiler does not know that this call has to follow the call that writes.
         raise NotImplementedError("attend_again: expected to be called outside of compiled code")
     step.require_open()
     if layer not in step.wrote:
@@ -281,10 +281,10 @@ def _attend(call: Call, whole: StepMetadata) -> tuple[Tensor, Tensor]:
     """Checks, plans, writes, attends and observes a call.
 
     Args:
-        whole: the step that `prepare` returned, whose part on the layer's device the call has.
+        whole: the step that `prepare` returned; the call has its part on the layer's device.
 
     Returns:
-        The output, and the log-sum-exp, which is undefined unless asked for.
+        The output, and the log-sum-exp, which is undefined unless the call asks for it.
     """
     step, layer = call.step, call.layer
     backend = backend_of(step)
@@ -311,19 +311,19 @@ def _attend(call: Call, whole: StepMetadata) -> tuple[Tensor, Tensor]:
 
 
 def _attend_chosen(call: Call, indices: Tensor) -> tuple[Tensor, Tensor]:
-    """Writes, if there is K, and attends to the tokens with these places in their texts."""
+    """Writes K and V if given, and attends to the tokens with these places in their texts."""
     call = checked(call)
     require_tensor("indices", indices)
     out, lse = backend_of(call.step).attend_chosen(call, chosen_of(call, indices))
     if call.k is not None:
         call.step.wrote.append(call.layer)
-    tokens, heads, _ = call.q.shape  # KV heads that choose apart were queries of their own
+    tokens, heads, _ = call.q.shape  # if KV heads choose apart, each was a query
     out = out.view(tokens, heads, -1)
     return out, lse.view(tokens, heads) if call.return_lse else lse
 
 
 def _in_chunks(call: Call) -> Call:
-    """A checked call over the pages of chunks; K and V of the step are written before."""
+    """Returns a checked call over the pages of chunks; K and V of the step are written before."""
     return call._replace(k=None, v=None, step=call.step.in_chunks(call.group))
 
 
@@ -335,10 +335,10 @@ def _terms(
 
 
 def gather_kv(step: StepMetadata, layer: int) -> list[tuple[Tensor, Tensor]]:
-    """Copies of the K and V of every sequence of an open step in one layer, new tokens included.
+    """Copies K and V of every sequence of an open step in one layer, with the new tokens.
 
     Returns:
-        Per sequence K and V `[held, G, D]`; with a window the last tokens only.
+        For each sequence K and V, `[held, G, D]`; with a window only of the last tokens.
     """
     step, group, size = step.at(layer), step.group_of(layer), step.config.page_size
     storage: Storage = step.storage

@@ -1,4 +1,4 @@
-"""Chooses the backend of attention when a cache is made; nothing falls back to another later."""
+"""Chooses the backend of attention when a cache is made; later calls never change it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .call import Backend
 
 
 def backend_of(step: StepMetadata) -> Backend:
-    """The backend of the cache that opened a step."""
+    """Returns the backend of the cache that opened a step."""
     return _named(step.backend)
 
 
@@ -34,10 +34,10 @@ def _named(name: str) -> Backend:
 
 
 def choose_backend(backend: str, device: torch.device) -> str:
-    """Resolves `auto`: Triton on CUDA, C on a processor, and torch where these cannot be.
+    """Resolves `auto`: Triton on CUDA, C on a processor, and torch if these are missing.
 
     Raises:
-        NotImplementedError: a backend is asked for that this machine or device does not have.
+        NotImplementedError: this machine or device does not have the backend asked for.
     """
     if backend not in ("auto", "c", "torch", "triton"):
         raise ValueError(f"backend: expected 'auto', 'c', 'torch' or 'triton', got {backend!r}")
@@ -55,7 +55,7 @@ def choose_backend(backend: str, device: torch.device) -> str:
 
 
 def _lacking(backend: str, device: torch.device) -> str:
-    """Why there is no such backend for a device; empty where there is."""
+    """Says why a device lacks a backend; empty if it has it."""
     if backend == "c":
         if device.type != "cpu":
             return f"there are no C kernels for {device}"
@@ -71,7 +71,7 @@ def _lacking(backend: str, device: torch.device) -> str:
 
 
 def _without_card() -> bool:
-    """Whether kernels are interpreted, or noted down for a card that is not there."""
+    """Whether kernels are interpreted, or recorded for a card that is not there."""
     from pagedkv.kernels.triton.card import is_absent
     from pagedkv.kernels.triton.launch import interpreting
 

@@ -1,7 +1,7 @@
-"""A layer's call as data, and the parts of it that differ by backend.
+"""A layer's call as data, and the protocol of backends that carry it out.
 
-`api.py` makes the call first; then it is checked, planned, written and attended. A call that no
-kernel can serve is refused before anything is written.
+`api.py` makes a call, then checks and plans it, and lets the backend write and attend. It refuses a
+call that no kernel can serve before anything is written.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ class Call(NamedTuple):
 
     Attributes:
         q: `[T, H, D]`, queries of the step's new tokens.
-        k, v: `[T, G, D]`, keys and values of the step's new tokens; None where the layer has
-            written them before, so that all there is to see is in its pages.
+        k, v: `[T, G, D]`, keys and values of the step's new tokens; None if the layer's pages
+            already have them.
         step: the open step, on the layer's device.
         layer: the layer that calls.
-        scoring: the terms of its scores. The caller's have no window; a checked call has that of
-            the layer's group, unless it is attended in chunks.
-        return_lse: whether the log-sum-exp is asked for.
+        scoring: the terms of its scores. A caller sets no window; `checked` sets the window of the
+            layer's group, unless the group is chunked.
+        return_lse: whether the caller asks for the log-sum-exp.
     """
 
     q: Tensor
@@ -47,27 +47,27 @@ class Call(NamedTuple):
 
     @property
     def reads(self) -> int:
-        """Pages that a row's queries choose and read; 0 for all."""
+        """How many pages a row's queries choose and read; 0 for all."""
         config = self.step.config
         return 0 if config.groups[self.group].window is not None else config.pages_read
 
     @property
     def pages(self) -> tuple[Any, Any]:
-        """The layer's K pages and V pages, as storage has them."""
+        """The layer's K pages and V pages, in the form of its storage."""
         pages: tuple[Any, Any] = self.step.storage.layer(self.layer)
         return pages
 
 
 class Chosen(NamedTuple):
-    """The tokens that the queries of a call read; `chosen.py` makes it of their places.
+    """The tokens that the queries of a call read; `chosen.py` makes it from their places.
 
-    Where KV heads choose each for itself, a query is T * G queries of one KV head.
+    If each KV head chooses for itself, the T queries become T * G queries of one KV head.
 
     Attributes:
         q: `[T, H, D]`, or `[T * G, H / G, D]`.
         pages: the layer's K and V, `[slots, G, 1, D]`, or `[slots, 1, 1, D]`, views.
-        table: `[T, n]` int32, a page for each token, those of a query in the order of its text.
-        counts: `[T]` int32, how many there are of each query, at least 1.
+        table: `[T, n]` int32, a page of one slot for each token, in the order of the text.
+        counts: `[T]` int32, how many tokens each query reads, at least 1.
     """
 
     q: Tensor
@@ -77,34 +77,34 @@ class Chosen(NamedTuple):
 
 
 class Backend(Protocol):
-    """The parts of a layer's call that differ by backend, in the order they are called."""
+    """The functions of a backend, in the order in which a layer's call uses them."""
 
     def again(self, call: Call) -> tuple[Tensor, Tensor] | None:
-        """`write_and_attend` of a call like an earlier one of the step; None if nothing was done.
+        """Writes and attends for a call that resembles an earlier call of the step.
 
-        Nothing of the call is checked yet.
+        Returns None if it did nothing. The call is not checked yet.
         """
 
     def plan(self, call: Call) -> Any:
-        """The backend's plan of a step, made once for all layers of a kind."""
+        """Returns the backend's plan of a step, made once for all layers of a kind."""
 
     def check(self, call: Call, plan: Any) -> None:
-        """Raises where the backend has no kernel for the call; nothing is written yet."""
+        """Raises if the backend has no kernel for the call; nothing is written yet."""
 
     def write(self, k: Tensor, v: Tensor, step: StepMetadata, layer: int) -> None:
         """Writes the step's K and V of one layer into its pages."""
 
     def write_and_attend(self, call: Call, plan: Any) -> tuple[Tensor, Tensor]:
-        """`write`, then `attend`, for a call with K and V."""
+        """Calls `write`, then `attend`, for a call with K and V."""
 
     def attend(self, call: Call, plan: Any) -> tuple[Tensor, Tensor]:
-        """`[T, H, D]` in the dtype of `q`; the log-sum-exp `[T, H]`, valid if asked for."""
+        """Returns `[T, H, D]` in the dtype of `q`; the log-sum-exp `[T, H]` if asked for."""
 
     def attend_chosen(self, call: Call, chosen: Chosen) -> tuple[Tensor, Tensor]:
-        """`write`, if there is K, then attends to the tokens given alone; as `attend`."""
+        """Writes K and V if given, then attends only to the chosen tokens; returns as `attend`."""
 
     def page_mass(self, call: Call, lse: Tensor) -> Tensor:
-        """`[B, columns]` float32, the weight each page got from the queries that are watched.
+        """Returns `[B, columns]` float32, the weight that watched queries gave each page.
 
-        K of the step is written before.
+        The step's K is written before.
         """

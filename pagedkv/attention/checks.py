@@ -1,4 +1,4 @@
-"""Refuses mistakes of a layer's caller: shapes, dtypes, devices, gradients."""
+"""Refuses mistakes of a layer's caller in shapes, dtypes, devices and gradients."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .call import Call
 
 
 def checked(call: Call) -> Call:
-    """The call that a backend is given: with the window of the layer's group."""
+    """Checks a call and returns it with the window of the layer's group, for a backend."""
     q, k, v, step, layer, scoring, _ = call
     step.require_open()
     group = step.group_of(layer)
@@ -33,7 +33,7 @@ def checked(call: Call) -> Call:
 
 
 def _require_places(call: Call, window: int | None) -> None:
-    """Raises where pages do not tell how far in front of a query a token is."""
+    """Raises if pages do not tell how far in front of a query a token is."""
     names = ", ".join(name for name, _ in call.scoring.tensors if name != "sinks")
     config = call.step.config
     if window is None and config.policy is not None:
@@ -49,7 +49,7 @@ def _require_places(call: Call, window: int | None) -> None:
 
 
 def _require_whole(step: StepMetadata, layer: int, window: int | None) -> None:
-    """Raises for a tree in a layer whose queries do not see all of their texts."""
+    """Raises for a tree in a layer whose queries do not see their whole texts."""
     config = step.config
     chosen = None if not config.read_tokens else f"read_tokens={config.read_tokens}"
     kept = None if config.policy is None else f"retention={config.retention!r}"
@@ -59,14 +59,14 @@ def _require_whole(step: StepMetadata, layer: int, window: int | None) -> None:
 
 
 def require_tensor(name: str, tensor: Any) -> None:
-    """Raises TypeError for what is no plain tensor."""
+    """Raises TypeError unless this is a plain dense tensor."""
     if not isinstance(tensor, Tensor) or tensor.layout != torch.strided:
         got = tensor.layout if isinstance(tensor, Tensor) else type(tensor).__name__
         raise TypeError(f"{name}: expected a dense tensor, got {got}")
 
 
 def check_kv(k: Tensor, v: Tensor, step: StepMetadata, layer: int) -> None:
-    """Raises unless K and V are what the pages of a layer take in this step."""
+    """Raises unless K and V fit the pages of a layer and this step."""
     shape = step.config.shapes[step.group_of(layer)]
     for name, tensor, dim in (("k", k, shape.head_dim), ("v", v, shape.v_head_dim)):
         require_tensor(name, tensor)
@@ -81,7 +81,7 @@ def check_kv(k: Tensor, v: Tensor, step: StepMetadata, layer: int) -> None:
 
 
 def is_front(v: Tensor, k: Tensor) -> bool:
-    """Whether V is the first elements of each head of K, and the same memory."""
+    """Whether V is a view of the first elements of each head of K."""
     steps = zip(v.shape, v.stride(), k.stride())  # an axis of one element has any stride
     return v.data_ptr() == k.data_ptr() and all(n == 1 or a == b for n, a, b in steps)
 
@@ -104,7 +104,7 @@ def _check_kind(name: str, tensor: Tensor, step: StepMetadata) -> None:
 
 
 def check_grad(name: str, tensor: Tensor) -> None:
-    """Raises for a tensor that requires gradients where these are recorded."""
+    """Raises for a tensor that requires gradients while torch records gradients."""
     if tensor.requires_grad and torch.is_grad_enabled():
         raise GradModeError(
             f"{name}: requires gradients, which pages do not keep; run under torch.no_grad()"

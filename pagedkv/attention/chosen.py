@@ -1,8 +1,8 @@
-"""Attention to the tokens that are given for each query: sparse attention.
+"""Sparse attention: each query attends only to the tokens that are given for it.
 
-A slot is a page of one slot. So a query with n tokens is a row of n pages whose last token it is,
-and the kernels of every backend attend to it as to a row that decodes: none knows of such queries.
-Bytes moved: K and V of the tokens given, and no others.
+Every slot is treated as a page of one slot. So a query with n tokens is a decoding row of n pages,
+at whose end the query stands. The kernels of every backend serve it like any decoding row.
+Bytes moved: only K and V of the given tokens.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from .call import Call, Chosen
 
 
 def chosen_of(call: Call, indices: Tensor) -> Chosen:
-    """The tokens with these places in their texts; see `paged_attention`.
+    """Returns the tokens with these places in their texts; see `paged_attention`.
 
     Raises:
-        ValueError, TypeError: pages of this kind are not read token by token, or the places do not
-            fit the step.
+        ValueError, TypeError: pages of this kind cannot be read token by token, or the places do
+            not fit the step.
     """
     step, group = call.step, call.group
     pages = tuple(page for page in call.pages if isinstance(page, Tensor))
@@ -32,7 +32,7 @@ def chosen_of(call: Call, indices: Tensor) -> Chosen:
         raise ValueError(f"indices: expected dense pages, got {step.config.kv_format!r}")
     if call.scoring.is_biased:
         raise ValueError("indices: expected None with a bias by distance, which they do not tell")
-    apart = indices.ndim == 3  # the heads choose each for itself
+    apart = indices.ndim == 3  # each KV head chooses for itself
     q, (tokens, own) = call.q, (step.num_tokens, step.positions[:, None])
     heads = step.config.shapes[group].num_kv_heads
     shape = [tokens, heads] if apart else [tokens]
@@ -47,10 +47,10 @@ def chosen_of(call: Call, indices: Tensor) -> Chosen:
             raise ValueError("sinks: expected None where KV heads choose each for itself")
         q = q.reshape(tokens * heads, -1, q.shape[2])
         indices, own = indices.flatten(0, 1), own.repeat_interleave(heads, 0)
-    behind = step.config.max_sequence_length  # after all tokens, so that those come first
+    behind = step.config.max_sequence_length  # ignored places are sorted behind all tokens
     counted = (indices >= 0) & (indices <= own)
     places = torch.where(counted, indices, behind).sort(1).values
-    places[:, :1] = torch.minimum(places[:, :1], own)  # of none: itself, which is written
+    places[:, :1] = torch.minimum(places[:, :1], own)  # if there are none, the query itself
     counts = counted.sum(1).clamp_(min=1).int()
     k, v = (_by_slot(page, apart) for page in pages)
     if len(k) >= 2**31:
@@ -59,13 +59,13 @@ def chosen_of(call: Call, indices: Tensor) -> Chosen:
 
 
 def _unit(pages: Tensor, apart: bool) -> int:
-    """The elements by which the ids of slots count, or of the heads of slots."""
+    """Returns how many elements apart two adjacent ids are, of slots or of heads of slots."""
     _, head, slot, _ = pages.stride()
     return min(head, slot) if apart else slot
 
 
 def _by_slot(pages: Tensor, apart: bool = False) -> Tensor:
-    """Pages `[N, G, P, D]` as pages of one slot, a view; with one head each if heads are apart."""
+    """Views pages `[N, G, P, D]` as pages of one slot, and of one head if heads are apart."""
     count, heads, size, dim = pages.shape
     page, head, slot, _ = pages.stride()
     unit = _unit(pages, apart)
@@ -75,10 +75,10 @@ def _by_slot(pages: Tensor, apart: bool = False) -> Tensor:
 
 
 def _slots(step: StepMetadata, group: int, places: Tensor, pages: Tensor, apart: bool) -> Tensor:
-    """The ids, among pages of one slot, of tokens `[T, n]` of the rows of a step.
+    """Returns the ids, as pages of one slot, of tokens at places `[T, n]` of a step's rows.
 
     Args:
-        apart: there is one for each KV head of a token, `[T * G, n]`.
+        apart: whether each KV head has its own places, `[T * G, n]`.
     """
     table, size = step.page_table(group), step.config.page_size
     (page, head, slot, _), unit = pages.stride(), _unit(pages, apart)

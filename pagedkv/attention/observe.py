@@ -14,11 +14,11 @@ def observe(step: StepMetadata, layer: int, mass: Tensor) -> None:
     """Adds the attention of one layer.
 
     Args:
-        mass: `[B, columns]` float32, attention weight that each page of each row got, summed
-            over the row's `step.queries`, mean over heads.
+        mass: `[B, columns]` float32, the attention weight that each page got from its row's last
+            `step.queries` queries: the sum over queries, the mean over heads.
     """
     group, statistics = step.group_of(layer), step.observer
-    mass = mass.to(step.positions.device)  # where the step began, from wherever the layer is
+    mass = mass.to(step.positions.device)  # from the layer's device to home
     new, queries = step.num_new, step.queries
     assert queries is not None
 

@@ -1,8 +1,8 @@
 """The backend that attends over pages where they are, on a processor: `kernels/c/`.
 
-The functions are those of the protocol `call.Backend`. The mass of pages is computed as on the
-torch backend. So are steps whose rows share long prefixes: torch reads these once, in one product
-of all their queries.
+The functions are those of the protocol `call.Backend`. The torch backend computes the mass of
+pages, and steps whose rows share long prefixes: it reads a prefix once, in one product of all its
+queries.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ __all__ = [
     "write_and_attend",
 ]
 
-# Bytes of K and V that a layer has to be spared for torch's way to be sooner, measured on 2 x AMD
+# If sharing spares a layer at least so many bytes of K and V, torch is faster: measured on 2 x AMD
 # EPYC (Zen 4), 9/3 heads of 64 and 8/8, 16 and 64 rows (2026-11-26, docs/kernels.md).
 WORTH_BYTES = 8 << 20
 
@@ -46,9 +46,9 @@ class Choosing(NamedTuple):
     """Rows that choose the pages they read.
 
     Attributes:
-        rows, queries: `[n]` int64, their numbers, and those of their queries; None for all rows.
-        ids: `[n, columns]`, of their pages.
-        lens: `[n]` int64, their lengths.
+        rows, queries: `[n]` int64, indices of the rows and of their queries; None for all rows.
+        ids: `[n, columns]`, page ids of each row.
+        lens: `[n]` int64, the length of each row.
     """
 
     rows: Tensor | None
@@ -62,8 +62,8 @@ class Plan(NamedTuple):
 
     Attributes:
         num_new, kv_lens: `[B]` int64, new tokens of each row, and its length with them.
-        gathered: torch's plan, where rows share long prefixes, or pages have a format that the
-            library does not know; else None.
+        gathered: torch's plan, if rows share long prefixes, or the library does not know the
+            format of the pages; else None.
         choosing: None if no row chooses.
     """
 
@@ -74,7 +74,7 @@ class Plan(NamedTuple):
 
 
 def plan(call: Call) -> Plan:
-    """Plans a call once a step for all its layers; torch attends where rows share long prefixes."""
+    """Plans a call once per step for all layers; torch attends if rows share long prefixes."""
     step, group = call.step, call.group
     shares = on_torch.reads_prefixes(call)
 
@@ -100,7 +100,7 @@ def write(k: Tensor, v: Tensor, step: StepMetadata, layer: int) -> None:
 
 
 def again(call: Call) -> tuple[Tensor, Tensor] | None:
-    """Serves calls without a log-sum-exp, like the first of their kind; see `c/bound.py`."""
+    """Serves a call without log-sum-exp like the step's first of its kind; see `c/bound.py`."""
     q, k, v, step, layer, scoring, return_lse = call
     bound: Bound | None = step.kept(("bound", step.config.group_of.get(layer)))
     if bound is None or return_lse or step.state != "open":
@@ -112,7 +112,7 @@ def again(call: Call) -> tuple[Tensor, Tensor] | None:
 
 
 def write_and_attend(call: Call, plan: Plan) -> tuple[Tensor, Tensor]:
-    """Writes, then attends, for a call with K and V; it serves to bind those of other layers."""
+    """Writes, then attends; binds the call if it can, for `again` in later layers."""
     assert call.k is not None
     assert call.v is not None
     if bound := _bound(call, plan):
@@ -124,7 +124,7 @@ def write_and_attend(call: Call, plan: Plan) -> tuple[Tensor, Tensor]:
 
 
 def _bound(call: Call, plan: Plan) -> Bound | None:
-    """The call, bound; None where pages, rows or results ask for more than C does in one call."""
+    """Binds the call; None if pages, rows or results need more than one call of C."""
     q, k, v, step, _, scoring, return_lse = call
     slots, tokens = step.written(call.group)
     plain = step.config.dense and tokens is None and not scoring.tensors
@@ -149,7 +149,7 @@ def attend(call: Call, plan: Plan) -> tuple[Tensor, Tensor]:
 
 
 def attend_chosen(call: Call, chosen: Chosen) -> tuple[Tensor, Tensor]:
-    """Writes, if there is K, then attends to the tokens given; results as those of `attend`."""
+    """Writes K and V if given, then attends to the chosen tokens; returns as `attend`."""
     if call.k is not None and call.v is not None:
         write(call.k, call.v, call.step, call.layer)
     lens = chosen.counts.cpu().numpy()
@@ -160,7 +160,7 @@ def attend_chosen(call: Call, chosen: Chosen) -> tuple[Tensor, Tensor]:
 
 
 def _choosing(call: Call, new: Ints, lens: Ints) -> Choosing | None:
-    """Rows of one query and of more pages than are read."""
+    """Returns the rows with one query and with more pages than queries read; None for none."""
     count, size = call.reads, call.step.config.page_size
     rows = np.flatnonzero((new == 1) & (lens > count * size)) if count else np.empty(0, np.int64)
     if not rows.size:
@@ -175,9 +175,9 @@ def _choosing(call: Call, new: Ints, lens: Ints) -> Choosing | None:
 
 
 def _chosen(call: Call, plan: Plan) -> Tensor | None:
-    """The columns that rows of one query choose to read: `[B, G, count]` int32; None for no row.
+    """Returns the columns that rows of one query choose: `[B, G, count]` int32; None for no row.
 
-    A row that reads all has -1 in front.
+    A row that reads all pages has -1 in its first entry.
     """
     if plan.choosing is None:
         return None

@@ -23,9 +23,9 @@ Plan = tuple[list[Bucket], int]  # buckets of rows attended together, and elemen
 
 
 def reads_prefixes(call: Call) -> bool:
-    """Whether a prefix that rows share may be read once: its part is merged by sums.
+    """Whether a prefix that rows share may be read once, and its part merged by log-sum-exps.
 
-    Only the plain call on a CPU gives these, and asks for K and V of one width.
+    Only torch's plain call on a CPU returns these, and only for K and V of the same width.
     """
     _, k_dim, v_dim, _ = call.step.config.shapes[call.group]
     scoring = call.scoring
@@ -35,7 +35,7 @@ def reads_prefixes(call: Call) -> bool:
 
 
 def prefixes(call: Call, worth_bytes: int | None = None) -> list[Prefix]:
-    """The prefixes that are worth it; see `find_prefixes`."""
+    """Returns the shared prefixes that are worth reading once; see `find_prefixes`."""
     step, group = call.step, call.group
     rows = step.num_new, step.kv_lens_of(group), step.page_table_host(group)
     return find_prefixes(*rows, step.config.page_size, _token_bytes(call), worth_bytes)
@@ -50,7 +50,7 @@ def plan(call: Call) -> Plan:
     step, group, window = call.step, call.group, call.scoring.window
     config = step.config
     cut, read = reads_prefixes(call), call.reads
-    # Rows without a past are attended over the K and V at hand, where there are any.
+    # Rows without a past attend over the call's K and V instead of pages, if the call has them.
     at_hand = call.k is not None or bool((step.num_new < step.kv_lens_of(group)).all())
     exact = config.dense and at_hand
 
@@ -72,7 +72,7 @@ def write(k: Tensor, v: Tensor, step: StepMetadata, layer: int, by: Any = kernel
     """Writes the step's K and V of one layer into its pages.
 
     Args:
-        by: the kernels that do, of this backend or of `on_c.py`.
+        by: the kernels that write, of this backend or of `on_c.py`.
     """
     group = step.group_of(layer)
     storage: Storage = step.storage
@@ -87,7 +87,7 @@ def write(k: Tensor, v: Tensor, step: StepMetadata, layer: int, by: Any = kernel
 
 
 def again(call: Call) -> None:
-    """Returns None: binding would save little, because gathering takes longer than the host."""
+    """Returns None: repeating a call saves only host time, and gathering takes far longer."""
 
 
 def write_and_attend(call: Call, plan: Plan) -> tuple[Tensor, Tensor]:
@@ -112,7 +112,7 @@ def attend(call: Call, plan: Plan) -> tuple[Tensor, Tensor]:
 
 
 def attend_chosen(call: Call, chosen: Chosen) -> tuple[Tensor, Tensor]:
-    """Writes, if there is K, then attends to the tokens given; results as those of `attend`."""
+    """Writes K and V if given, then attends to the chosen tokens; returns as `attend`."""
     if call.k is not None and call.v is not None:
         write(call.k, call.v, call.step, call.layer)
     q, (k, v), table, counts = chosen
@@ -126,7 +126,7 @@ def attend_chosen(call: Call, chosen: Chosen) -> tuple[Tensor, Tensor]:
 
 
 def page_mass(call: Call, lse: Tensor) -> Tensor:
-    """`[B, columns]` float32, the weight each page got from the queries that are watched."""
+    """Returns `[B, columns]` float32, the weight that watched queries gave each page."""
     step = call.step
     assert step.queries is not None
     rows = step.num_new, step.kv_lens_of(call.group), step.queries

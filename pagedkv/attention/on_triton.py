@@ -26,8 +26,8 @@ class Plan(NamedTuple):
 
     Attributes:
         work: the step's rows, cut into work of kernels.
-        reads: pages that a row's queries choose and read; 0 for all.
-        watched: where kernels note down what `page_mass` needs; None if they need not.
+        reads: how many pages a row's queries choose and read; 0 for all.
+        watched: a buffer in which kernels store sums for `page_mass`; None if none are needed.
     """
 
     work: kernels.Plan
@@ -45,7 +45,7 @@ def plan(call: Call) -> Plan:
         lens, starts = step.kv_lens(group), step.query_start_loc
         columns, size = step.page_table(group).shape[1], step.config.page_size
         reads = read if read < columns else 0
-        # To a prefix all queries attend from one and the same place, behind it.
+        # Work on a shared prefix puts all queries at one place behind it, so no bias by distance.
         shared = None if by_distance else step.shared.get(group)
         alone = step.bounded or watched is not None or by_distance
         if not alone and (work := shared_work(step, group, num_heads)):
@@ -64,7 +64,7 @@ def plan(call: Call) -> Plan:
 
 
 def check(call: Call, plan: Plan) -> None:
-    """Raises where there is no kernel for the call."""
+    """Raises if there is no kernel for the call."""
     kernels.check_call(*_tensors(call), plan.work.geometry, call.scoring)
 
 
@@ -80,7 +80,7 @@ def write(k: Tensor, v: Tensor, step: StepMetadata, layer: int) -> None:
 
 
 def write_and_attend(call: Call, plan: Plan) -> tuple[Tensor, Tensor]:
-    """Writes, then attends, for a call with K and V; it serves to bind those of other layers."""
+    """Writes, then attends; binds the launches if it can, for `again` in later layers."""
     q, k, v, step, layer, *_ = call
     assert k is not None
     assert v is not None
@@ -97,7 +97,7 @@ def write_and_attend(call: Call, plan: Plan) -> tuple[Tensor, Tensor]:
 
 
 def again(call: Call) -> tuple[Tensor, Tensor] | None:
-    """Repeats what the first layer of a kind launched, for a call like its own; see `bound.py`."""
+    """Repeats the launches of the first layer of a kind for a similar call; see `bound.py`."""
     q, k, v, step, layer, scoring, return_lse = call
     bound: Bound | None = step.kept(("bound", step.config.group_of.get(layer)))
     storage: Storage = step.storage
@@ -120,7 +120,7 @@ def attend(call: Call, plan: Plan) -> tuple[Tensor, Tensor]:
 
 
 def attend_chosen(call: Call, chosen: Chosen) -> tuple[Tensor, Tensor]:
-    """Writes, if there is K, then attends to the tokens given; results as those of `attend`."""
+    """Writes K and V if given, then attends to the chosen tokens; returns as `attend`."""
     q, (k, v), table, counts = chosen
     starts = torch.arange(len(table) + 1, dtype=torch.int32, device=table.device)
     tensors = q, k, v, table, counts, starts
@@ -132,7 +132,7 @@ def attend_chosen(call: Call, chosen: Chosen) -> tuple[Tensor, Tensor]:
 
 
 def page_mass(call: Call, lse: Tensor) -> Tensor:
-    """`[B, columns]` float32, the weight each page got from the queries that are watched."""
+    """Returns `[B, columns]` float32, the weight that watched queries gave each page."""
     step, group = call.step, call.group
     assert step.queries is not None
     queries, mass = step.queries, None
@@ -152,9 +152,9 @@ def _tensors(call: Call) -> tuple[Tensor, Any, Any, Tensor, Tensor, Tensor]:
 
 
 def shared_work(step: StepMetadata, group: int, num_heads: int) -> Any:
-    """The prefixes that rows of a layer group share, cut into work for kernels, on the host.
+    """Returns the prefixes that rows of a layer group share, cut into work for kernels (host).
 
-    None where rows share nothing, or too little to pay.
+    None if rows share nothing, or too little to be worth it.
     """
     storage: Storage = step.storage
     members = step.config.groups[group]
@@ -172,9 +172,9 @@ def shared_work(step: StepMetadata, group: int, num_heads: int) -> Any:
 
 
 def _watched(step: StepMetadata, group: int, num_heads: int) -> Any:
-    """Returns where kernels note down what `page_mass` needs; None if no query is watched.
+    """Returns a buffer in which kernels store sums for `page_mass`; None if none is watched.
 
-    It is None, too, where queries choose pages: mass is measured over all pages of a text.
+    It is None, too, if queries choose pages: mass is measured over all pages of a text.
     """
     if step.queries is None:
         return None
@@ -187,7 +187,7 @@ def _watched(step: StepMetadata, group: int, num_heads: int) -> Any:
 
 
 def room_for_prefixes(step: StepMetadata, group: int, rows: int, num_heads: int) -> Any:
-    """Makes a lasting buffer for the work of prefixes, which graphs of `rows` rows read."""
+    """Makes a lasting buffer for the work of shared prefixes, for graphs of `rows` rows."""
     k_pages, _ = step.storage.layer(step.storage.groups[group].layers[0])
     longest = step.config.max_sequence_length
     return kernels.room_for_prefixes(rows, longest, num_heads, k_pages, step.storage.dtype)

@@ -1,4 +1,4 @@
-"""Attention over pages of the caller's own, in each backend: what a checked call becomes."""
+"""Attention over a caller's own pages: carries out a checked call in each backend."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .own_plan import AttentionPlan
 
 
 class OwnCall(NamedTuple):
-    """A checked call: queries packed, pages `[N, G, P, D]` whatever lies behind their strides."""
+    """A checked call: packed queries, and pages as `[N, G, P, D]` with any strides."""
 
     q: Tensor
     k_pages: Tensor
@@ -58,7 +58,7 @@ def _by_c(call: OwnCall) -> tuple[Tensor, Tensor]:
 
 
 def _by_torch(call: OwnCall) -> tuple[Tensor, Tensor]:
-    """Attends for the queries that see something, whose rows alone torch's products take."""
+    """Attends for the queries that see a token; torch's products take no other rows."""
     from pagedkv.kernels.torch import backend as kernels
     from pagedkv.kernels.torch.buckets import cut_step, scratch_elements
 
@@ -80,7 +80,7 @@ def _by_torch(call: OwnCall) -> tuple[Tensor, Tensor]:
         each = sees[rows], lens[rows], plan.page_size, scoring.window, one
         buckets = cut_step(*each, exact=False, causal=causal)
         elements = scratch_elements(buckets, heads * max(dims), plan.page_size)
-        with torch.inference_mode(False):  # else later calls outside of it could not write there
+        with torch.inference_mode(False):  # so that calls outside of the mode can write there
             scratch = q.new_empty(2, elements)
         return plan.page_table[torch.from_numpy(rows).to(plan.device)], tokens, buckets, scratch
 
@@ -104,7 +104,7 @@ def _by_torch(call: OwnCall) -> tuple[Tensor, Tensor]:
 
 
 def _nothing(call: OwnCall) -> tuple[Tensor, Tensor]:
-    """The results of queries that see no token."""
+    """Returns the results of queries that see no token."""
     q, out, lse = call.q, call.out, call.lse
     out = q.new_empty(*q.shape[:2], call.v_pages.shape[3]) if out is None else out
     lse = q.new_empty(q.shape[:2], dtype=torch.float32) if lse is None else lse

@@ -1,7 +1,7 @@
-"""Attention over pages that are the caller's own: a page table, lengths, and tensors of pages.
+"""Attention over a caller's own pages: a page table, lengths, and tensors of pages.
 
-The kernels are those of `paged_attention`, without a cache, a step or layers. `own_plan.py` has
-what the calls of a step have in common, `own_backends.py` calls the kernels.
+It uses the kernels of `paged_attention`, without a cache, a step or layers. `own_plan.py` has the
+plan that the calls of a step share, `own_backends.py` calls the kernels.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 def write_pages(
     k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, plan: AttentionPlan
 ) -> None:
-    """Writes new K and V into pages of the caller's own, in place, at `plan.slot_mapping`.
+    """Writes new K and V into the caller's own pages, in place, at `plan.slot_mapping`.
 
     Args:
-        k, v: `[T, G, D]`, or `[B, S, G, D]` where each row has S of them. D of V may be less.
-        k_pages, v_pages: as in `attend_pages`. Where V's are the first columns of K's, `v` is a
-            view of `k`, and K alone is written.
+        k, v: `[T, G, D]`, or `[B, S, G, D]` if each row has S of them. D of V may be less.
+        k_pages, v_pages: as in `attend_pages`. If `v_pages` are the first columns of `k_pages`, `v`
+            must be a view of `k`, and only K is written.
 
     Raises:
-        ValueError, TypeError, GradModeError: as `attend_pages`; nothing is written then.
+        ValueError, TypeError, GradModeError: as for `attend_pages`; nothing is written then.
 
     Examples:
         >>> import torch
@@ -137,16 +137,16 @@ def attend_pages(
     out: Tensor | None = None,
     lse: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Attends over pages of the caller's own; new K and V have been written, by `write_pages` say.
+    """Attends over the caller's own pages, which have the new K and V (see `write_pages`).
 
     Pages are read where they are, by their strides; a layout that would need a copy is refused. A
     query that sees no token gives zeros, and a log-sum-exp of minus infinity, or of its sink.
 
     Args:
-        q: `[T, H, D]` float32, float16 or bfloat16, or `[B, S, H, D]` where each row has S
-            queries; H a multiple of G, and query heads `h * H / G ...` share KV head h.
-        k_pages: `[N, page_size, G, D]`, or `[N, G, page_size, D]` where the plan's layout is HND;
-            of the dtype of `q`, with a contiguous last axis.
+        q: `[T, H, D]` float32, float16 or bfloat16, or `[B, S, H, D]` if each row has S queries;
+            H a multiple of G, and query heads `h * H / G ...` share KV head h.
+        k_pages: `[N, page_size, G, D]`, or `[N, G, page_size, D]` if the plan's layout is HND; of
+            the dtype of `q`, with a contiguous last axis.
         v_pages: the same; D may be less. It may be the first columns of K (latents).
         scale: factor of the scores; default `D ** -0.5`.
         causal: whether a query sees no token behind its own; the queries are the last tokens of
@@ -154,11 +154,11 @@ def attend_pages(
         window_left: tokens before its own that a query sees; -1 for all. Only if causal.
         softcap: scores become `softcap * tanh(score / softcap)`; None or 0 for none.
         sinks: `[H]`, a score per head that takes its share of the weights and has no value.
-        alibi_slopes, distance_bias: as in `paged_attention`, where T is B x S. Only if causal.
+        alibi_slopes, distance_bias: as in `paged_attention`, with T = B x S. Only if causal.
         return_lse: also return the log-sum-exp of the scores, the sink's included.
-        lse_base: of the logarithm: `"e"` as in FlashAttention, `"2"` as in FlashInfer.
-        out: where the output goes, contiguous; made unless given.
-        lse: where the log-sum-exp goes, float32 and contiguous; it is written if it is given.
+        lse_base: base of the logarithm: `"e"` as in FlashAttention, `"2"` as in FlashInfer.
+        out: contiguous buffer for the output; made unless given.
+        lse: contiguous float32 buffer for the log-sum-exp; written if it is given.
 
     Returns:
         `[T, H, D]` or `[B, S, H, D]` in the dtype of `q`, D that of V; with `return_lse` also
@@ -166,8 +166,8 @@ def attend_pages(
 
     Raises:
         NotImplementedError: the backend has no kernel for heads, dtype or terms.
-        ValueError, TypeError: a shape, stride, device or dtype that does not fit; on a CPU also a
-            page that is not there.
+        ValueError, TypeError: a shape, stride, device or dtype does not fit; on a CPU also if a
+            page does not exist.
         GradModeError: a tensor requires gradients.
 
     Examples:
@@ -223,7 +223,7 @@ def attend_pages(
 
 
 def _packed(name: str, tensor: Tensor, plan: AttentionPlan) -> Tensor:
-    """`[T, heads, D]` of what was given so, or by row."""
+    """Returns a tensor as `[T, heads, D]`, which a caller may also give by row."""
     if torch.compiler.is_compiling():
         raise NotImplementedError(f"{name}: expected to be called outside of compiled code")
     require_tensor(name, tensor)
@@ -243,7 +243,7 @@ def _packed(name: str, tensor: Tensor, plan: AttentionPlan) -> Tensor:
 
 
 def _paged(name: str, pages: Tensor, like: Tensor, plan: AttentionPlan) -> Tensor:
-    """Pages as kernels see them, `[N, G, P, D]`: a view."""
+    """Views pages in the form that kernels take, `[N, G, P, D]`."""
     require_tensor(name, pages)
     heads, slots = (2, 1) if plan.kv_layout == "NHD" else (1, 2)
     if pages.ndim != 4 or pages.shape[slots] != plan.page_size or 0 in pages.shape[1:]:
@@ -267,13 +267,13 @@ def _paged(name: str, pages: Tensor, like: Tensor, plan: AttentionPlan) -> Tenso
 
 
 def _require_plain(name: str, tensor: Tensor) -> None:
-    """Raises for a lazy minus: memory has the negatives of the values, and kernels read memory."""
+    """Raises for a lazy minus: kernels would read the negated numbers that are in memory."""
     if tensor.is_neg():
         raise ValueError(f"{name}: expected values as they are in memory, got a lazy minus")
 
 
 def _check_pair(k: Tensor, v: Tensor) -> None:
-    """Raises unless V's pages go with K's."""
+    """Raises unless V's pages fit K's."""
     if v.shape[:3] != k.shape[:3] or v.shape[3] > k.shape[3]:
         raise ValueError(
             f"v_pages: expected {k.shape[0]} pages of {k.shape[1]} heads, as k_pages, of at most "
@@ -288,7 +288,7 @@ def _buffer(
     dtype: torch.dtype | None,
     plan: AttentionPlan,
 ) -> Tensor | None:
-    """A result's buffer, packed; of float32 where no dtype is named."""
+    """Checks a result's buffer and returns it packed; float32 if no dtype is named."""
     if buffer is None:
         return None
     require_tensor(name, buffer)

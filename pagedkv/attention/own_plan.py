@@ -1,4 +1,4 @@
-"""The plan of a step over pages of the caller's own, made once for all of its calls."""
+"""The plan of a step over a caller's own pages, made once for all calls of the step."""
 
 from __future__ import annotations
 
@@ -18,39 +18,39 @@ from .backend import choose_backend
 from .checks import require_tensor
 
 LAYOUTS = ("NHD", "HND")
-ALIGNMENT = 16  # bytes, of every tensor that a kernel is given
+ALIGNMENT = 16  # bytes; kernels take tensors whose addresses are multiples of it
 
 _chosen = functools.cache(choose_backend)
 
 
 class AttentionPlan:
-    """The rows of a step over pages of the caller's own, for `attend_pages` and `write_pages`.
+    """The rows of a step over a caller's own pages, for `attend_pages` and `write_pages`.
 
-    One plan serves all layers of a step: what a backend works out is kept in it. It holds for the
-    table and the lengths as they were. While a CUDA graph is captured, make the plan inside: a
-    replay reads table and lengths anew, of as many rows.
+    One plan serves all layers of a step: it keeps the work that a backend has planned. It is valid
+    while table and lengths stay as they are. To capture a CUDA graph, make the plan inside of the
+    capture: a replay reads table and lengths anew, with the same number of rows.
 
-    Entries of the table that no query sees may be anything. On a CPU the others are checked; on a
-    card this would take a wait for it. A row of length 0 gives zeros.
+    Entries of the table that no query sees may be anything. On a CPU the other entries are checked;
+    on a card this would have to wait for the device. A row of length 0 gives zeros.
 
     Args:
         page_table: `[B, columns]` integers, the pages of each row (FlashAttention 2: block_table).
-        cache_seqlens: `[B]` integers, tokens of each row, new ones included, on the table's device
+        cache_seqlens: `[B]` integers, tokens of each row, with the new ones, on the table's device
             or on the host.
         cu_seqlens_q: `[B + 1]` integers, where each row's queries begin and end (FlashInfer:
-            qo_indptr). They are a row's last tokens. On the host it costs no wait for the device.
+            qo_indptr). The queries are a row's last tokens. On the host it costs no wait.
         page_size: tokens of a page.
         kv_layout: `"NHD"` for pages `[N, page_size, G, D]`, `"HND"` for `[N, G, page_size, D]`.
         seqlen_q: queries of each row, if there is no `cu_seqlens_q`.
         slot_mapping: `[T]` integers, where `write_pages` puts tokens: `page * page_size + offset`,
-            -1 for nowhere; by default where the table has them.
-        max_seqlen_k: a bound of the lengths; by default what the table has room for. A lower one
-            saves a card memory.
-        backend: as of `PagedKVCache`.
+            -1 for nowhere; by default the slots that the table has for them.
+        max_seqlen_k: an upper bound of the lengths; by default the table's room. A lower bound
+            saves memory on a card.
+        backend: as for `PagedKVCache`.
 
     Raises:
-        TypeError, ValueError: a shape, dtype or device that does not fit, a length out of range.
-        NotImplementedError: the backend is not there.
+        TypeError, ValueError: a shape, dtype or device does not fit, or a length is out of range.
+        NotImplementedError: the backend is not available.
 
     Examples:
         >>> import torch
@@ -83,7 +83,7 @@ class AttentionPlan:
         self.device, self.page_size, self.kv_layout = page_table.device, page_size, kv_layout
         self.backend = _chosen(backend, self.device)
         _check_ints("cache_seqlens", cache_seqlens, (self.num_rows,), self.device)
-        # Host first, so that a mistake is found before anything is sent.
+        # Checks on the host come first, so that mistakes are found before anything is sent.
         self.seqlen_q = None if cu_seqlens_q is not None else seqlen_q
         self.num_new = self._counts(cu_seqlens_q, seqlen_q)
         self.num_tokens = int(self.num_new.sum())
@@ -98,7 +98,7 @@ class AttentionPlan:
         self._memo: dict[Any, Any] = {}
         self.page_table = self._sent(page_table)
         self.cache_seqlens = self._sent(cache_seqlens)
-        if cu_seqlens_q is None:  # made there, as a captured graph has to
+        if cu_seqlens_q is None:  # made on the device, for captured graphs
             order = torch.arange(self.num_rows + 1, dtype=torch.int32, device=self.device)
             self.cu_seqlens_q = order * seqlen_q
         else:
@@ -109,7 +109,7 @@ class AttentionPlan:
             self._slots = slot_mapping.to(self.device, torch.int64).contiguous()
 
     def _counts(self, starts: Tensor | None, each: int) -> Ints:
-        """Queries of each row."""
+        """Returns how many queries each row has."""
         if starts is None:
             return np.full(self.num_rows, each, np.int64)
         _check_ints("cu_seqlens_q", starts, (self.num_rows + 1,), self.device)
@@ -130,8 +130,8 @@ class AttentionPlan:
             )
 
     def _sent(self, ints: Tensor) -> Tensor:
-        """Integers as kernels take them; on a card themselves if they are so."""
-        if self.device.type == "cpu":  # they stay as checked, and a page beyond 2**31 stays one
+        """Returns integers as aligned int32 on the device; on a card without a copy if possible."""
+        if self.device.type == "cpu":  # clamped, so that a page beyond 2**31 stays out of range
             return ints.clamp(-1, 2**31 - 1).to(torch.int32).contiguous()
         if ints.device != self.device:
             return sent(ints.to(torch.int32).numpy(), self.device)
@@ -140,7 +140,7 @@ class AttentionPlan:
 
     @property
     def positions(self) -> Tensor:
-        """`[T]` int64, the place of every new token in its text; negative before its first."""
+        """`[T]` int64, the position of every new token in its text; negative before the text."""
         return self.once("positions", lambda: self._placed()[1])
 
     @property
@@ -161,7 +161,7 @@ class AttentionPlan:
         return self.once("slots", build)
 
     def _placed(self) -> tuple[Tensor, Tensor]:
-        """The row of every new token, and its position in it."""
+        """Returns the row of every new token, and its position in the row's text."""
         tokens, lens = torch.arange(self.num_tokens, device=self.device), self.cache_seqlens
         if self.seqlen_q is not None:
             row = tokens // self.seqlen_q
@@ -172,26 +172,24 @@ class AttentionPlan:
         return row, tokens + (lens - self.cu_seqlens_q[1:])[row]
 
     def once(self, key: Any, build: Callable[[], Any]) -> Any:
-        """A value that is computed for the first layer that asks for it."""
+        """Returns a value; `build` computes it for the first layer that asks for the key."""
         if key not in self._memo:
             self._memo[key] = build()
         return self._memo[key]
 
     def check_pages(self, count: int, window: int | None) -> None:
-        """Raises, on a CPU, for a page that some query sees and that is none of `count`."""
+        """Raises, on a CPU, if some query sees a page outside of 0 .. count - 1."""
         if self.device.type == "cpu":
             self.once(("seen", count, window), lambda: self._check_seen(count, window))
 
     def _check_seen(self, count: int, window: int | None) -> bool:
         assert self.lens is not None
         behind = 0 if window is None else self.lens - self.num_new - window + 1
-        whole = (
-            self.page_table.shape[1] * self.page_size
-        )  # behind all that a row without queries has
+        whole = self.page_table.shape[1] * self.page_size  # rows without queries are not checked
         return self._check_entries(count, np.where(self.num_new > 0, np.maximum(behind, 0), whole))
 
     def check_slots(self, count: int) -> None:
-        """Raises, on a CPU, for a slot to write that is none of `count` pages."""
+        """Raises, on a CPU, if a slot to write is outside of `count` pages."""
         if self.device.type == "cpu":
             assert self.lens is not None
             if self._slots is None:
@@ -206,7 +204,7 @@ class AttentionPlan:
                     )
 
     def _check_entries(self, count: int, first: Any) -> bool:
-        """Checks the table from each row's first token on to its last; True."""
+        """Checks the table's entries from each row's token `first` to its last; returns True."""
         assert self.lens is not None
         table, size = self.page_table.numpy(), self.page_size
         columns, last = np.arange(table.shape[1]), -(-self.lens // size)
@@ -222,7 +220,7 @@ class AttentionPlan:
 
 
 def require_whole(name: str, value: Any, least: int) -> int:
-    """A whole number of at least `least`, of Python, numpy or torch."""
+    """Returns a whole number of Python, numpy or torch as int; raises if it is below `least`."""
     if isinstance(value, bool) or not hasattr(value, "__index__") or index(value) < least:
         raise ValueError(f"{name}: expected an integer of at least {least}, got {value!r}")
     return index(value)
@@ -231,7 +229,7 @@ def require_whole(name: str, value: Any, least: int) -> int:
 def _check_ints(
     name: str, ints: Tensor, shape: tuple[int | None, ...], device: torch.device | None = None
 ) -> None:
-    """Raises unless it has integers of this shape, on a device or on the host."""
+    """Raises unless a tensor has integers of this shape, on this device or on the host."""
     require_tensor(name, ints)
     if ints.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"{name}: expected int32 or int64, got {ints.dtype}")

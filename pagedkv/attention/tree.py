@@ -1,4 +1,4 @@
-"""Trees of drafts: which new tokens of its row a query sees, and where in the text it stands."""
+"""Trees of drafts: which new tokens of its row a query sees, and its position in the text."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ _WORD = 2**64 - 1
 
 
 def tree_of(step: StepMetadata, parents: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
-    """Returns what attention is given, and positions, where the new tokens of a step are a tree.
+    """Returns bits for attention, and positions, if the new tokens of a step are a tree.
 
     A token's slot follows from its place in the step, and its position from how many tokens it
-    follows. `commit(step, accepted=...)` takes the places of those that are kept.
+    follows. `commit(step, accepted=...)` takes the places of the tokens to keep.
 
     Args:
-        parents: of each sequence, for each of its new tokens the one that it follows: its place
-            among them, which is lower than its own, or -1 where it follows the committed text.
+        parents: for each sequence and each of its new tokens, the place of the new token that it
+            follows, which is lower than its own place, or -1 if it follows the committed text.
 
     Returns:
         `[T]` int64 for `paged_attention(tree=)`, and `[T]` int64 positions in place of
         `step.positions`.
 
     Raises:
-        ValueError: other counts than the step has, a parent that does not come before, or more
-            than 63 new tokens that branch.
+        ValueError: the counts differ from the step's, a parent does not come before its token, or
+            more than 63 new tokens branch.
 
     Examples:
         >>> import torch
@@ -51,11 +51,11 @@ def tree_of(step: StepMetadata, parents: Sequence[Sequence[int]]) -> tuple[Tenso
     counts = [len(row) for row in parents]
     if counts != step.num_new.tolist():
         raise ValueError(f"parents: expected {step.num_new.tolist()} for the rows, got {counts}")
-    told: list[tuple[int, int]] = []  # of each token its bits, and places that are no ancestors
+    told: list[tuple[int, int]] = []  # each token's bits and count of non-ancestors
     for row in parents:
         if len(row) > FARTHEST and any(parent != i - 1 for i, parent in enumerate(row)):
             raise ValueError(f"parents: expected at most {FARTHEST} that branch, got {len(row)}")
-        bits, depths = [-1], [-1]  # of the text first, all of which is seen
+        bits, depths = [-1], [-1]  # the first entry is for the text, which is seen whole
         for place, parent in enumerate(row):
             if not -1 <= parent < place:
                 raise ValueError(f"parents: expected -1 to {place - 1} at {place}, got {parent}")
