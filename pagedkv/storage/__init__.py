@@ -1,7 +1,7 @@
-"""The bytes of pages, on some device.
+"""The bytes of pages, on one device or several.
 
-`dense.py` keeps them as they were computed, `quantized.py` in fewer bits; `divided.py` has layers
-on several devices, where `placement.py` says.
+`dense.py` keeps numbers as they were computed, `quantized.py` in fewer bits; `divided.py` has
+layers on several devices, which `placement.py` names.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ __all__ = ["Placement", "Storage", "make_storage"]
 
 
 def make_storage(config: CacheConfig, placement: Placement, backend: str) -> Storage:
-    """Storage of the formats that a config names."""
+    """Makes the storage for a config's formats and a placement."""
     kind = DenseStorage if config.dense else QuantizedStorage
     if len(placement.layers_on) == 1:
         return kind(config, placement.home, backend)

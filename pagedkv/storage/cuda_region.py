@@ -1,10 +1,10 @@
 """Pages in device memory that grow in place: CUDA's virtual memory, through cuda-bindings.
 
 A tensor is one reservation of addresses for all pages of all layers. Memory comes in chunks of the
-device's granularity, mostly 2 MiB: a chunk is mapped when the first page in it comes to exist, and
-unmapped when the last one goes, so growths by less than a chunk share it. Layers begin at a chunk,
-but those smaller than one lie close together: every chunk would hold some layer's first page, so
-such a tensor is mapped whole from the start, which takes less than layers apart would.
+device's granularity, mostly 2 MiB: a chunk is mapped when the first page in it begins to exist, and
+unmapped when the last one goes, so growths by less than a chunk share it. A layer begins at a
+chunk. But layers smaller than a chunk lie close together: then nearly every chunk holds some
+layer's first page, so such a tensor is mapped whole from the start. Separate chunks took more.
 """
 
 from __future__ import annotations
@@ -51,17 +51,17 @@ class VirtualRegion:
     def resize(self, pages: int) -> None:
         new, gone = self._between(self.pages, pages), self._between(pages, self.pages)
         if gone:
-            self.pages = pages  # whatever fails now, these are good
-            torch.cuda.synchronize(self._memory.device)  # what was launched may use what goes
+            self.pages = pages  # first: these pages stay good even if the next calls fail
+            torch.cuda.synchronize(self._memory.device)  # running kernels may use pages that go
             self._memory.unmap(gone)
         self._memory.map(new)
         self.pages = pages
 
     def release(self, first: int, stop: int) -> None:
-        """Does nothing: device memory does not come back by itself when it is written."""
+        """Does nothing: device memory that was given back would not return when it is written."""
 
     def _between(self, few: int, many: int) -> list[range]:
-        """Chunks, a run for each row, that only the larger number of pages takes."""
+        """Returns, as a run for each row, the chunks that only the larger number of pages takes."""
         start, stop = self._taken(few), self._taken(many)
         rows = range(0, self._memory.chunks, self._row)
         return [range(row + start, row + stop) for row in rows] if stop > start else []
@@ -86,7 +86,7 @@ class _Memory:
         self._start = int(_call("cuMemAddressReserve", chunks * chunk, chunk, 0, 0))
         self._mapped: set[int] = set()
         rest = self._start, chunks, chunk, self._mapped, device
-        # At exit others may still use the memory; it goes with the process.
+        # At exit other code may still use the memory; it ends with the process.
         weakref.finalize(self, _free, *rest).atexit = False
 
     @property
@@ -96,13 +96,13 @@ class _Memory:
         return {"version": 3, "shape": (self.chunks * self.chunk,), "typestr": "|u1", "data": data}
 
     def tensor(self) -> Tensor:
-        """`[bytes]` on all addresses, of which the first are mapped; holds on to this object."""
+        """Returns `[bytes]` on all addresses, mapped or not; the tensor keeps this object alive."""
         tensor = torch.as_tensor(self, device=self.device)
         assert tensor.data_ptr() == self._start, "torch made a copy"
         return tensor
 
     def map(self, runs: Sequence[range]) -> None:
-        """Puts memory behind runs of chunks, or, raising, behind none of them."""
+        """Puts memory behind runs of chunks; if it raises, behind none of them."""
         try:
             for run in runs:
                 for index in run:
@@ -115,7 +115,7 @@ class _Memory:
             raise
 
     def unmap(self, runs: Sequence[range]) -> None:
-        """Returns the memory of those chunks that have some."""
+        """Gives the memory of mapped chunks back to the device."""
         for index in [index for run in runs for index in run if index in self._mapped]:
             _call("cuMemUnmap", self._address(index), self.chunk)
             self._mapped.remove(index)
@@ -126,25 +126,25 @@ class _Memory:
             _call("cuMemMap", self._address(index), self.chunk, 0, handle, 0)
             self._mapped.add(index)
         finally:
-            _call("cuMemRelease", handle)  # what is mapped stays until it is unmapped
+            _call("cuMemRelease", handle)  # a mapping keeps its memory until it is unmapped
 
     def _address(self, index: int) -> int:
         return self._start + index * self.chunk
 
 
 def _free(start: int, chunks: int, chunk: int, mapped: set[int], device: torch.device) -> None:
-    """Returns memory and addresses that no tensor uses any more."""
-    with contextlib.suppress(RuntimeError):  # a device that failed has nothing to give back
+    """Gives back memory and addresses that no tensor uses any more."""
+    with contextlib.suppress(RuntimeError):  # a failed device has nothing to give back
         if torch.cuda.is_current_stream_capturing():
-            return  # waiting would spoil the capture; they are lost until the process ends
-        torch.cuda.synchronize(device)  # what was launched may still use them
+            return  # waiting would break the capture; the memory is lost until the process ends
+        torch.cuda.synchronize(device)  # running kernels may still use the memory
         for index in mapped:
             _call("cuMemUnmap", start + index * chunk, chunk)
         _call("cuMemAddressFree", start, chunks * chunk)
 
 
 def why_not(device: torch.device) -> str | None:
-    """Why pages on a CUDA device cannot grow, if they cannot."""
+    """Says why pages on a CUDA device cannot grow; None if they can."""
     if torch.version.hip:
         return "there is a way for CUDA only, not for ROCm"
     try:
@@ -176,13 +176,13 @@ def _call(name: str, *args: Any) -> Any:
 
 
 def _granularity(device: torch.device) -> int:
-    """Bytes that all sizes and addresses are multiples of."""
+    """Returns the chunk size in bytes: all sizes and addresses are multiples of it."""
     least = _driver().CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM
     return int(_call("cuMemGetAllocationGranularity", _allocation(device), least))
 
 
 def _allocation(device: torch.device) -> Any:
-    """Describes memory of a device."""
+    """Describes memory of a device for the driver."""
     driver = _driver()
     wanted = driver.CUmemAllocationProp()
     wanted.type = driver.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
@@ -191,7 +191,7 @@ def _allocation(device: torch.device) -> Any:
 
 
 def _access(device: torch.device) -> Any:
-    """Lets a device read and write."""
+    """Describes read and write access of a device for the driver."""
     driver = _driver()
     wanted = driver.CUmemAccessDesc()
     wanted.flags = driver.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE

@@ -1,9 +1,9 @@
 """Pages in the dtype the model computes in.
 
 K and V are one allocation each per layer group, logical `[L, N, G, P, D]` with the layer outermost
-(`docs/decisions/0002-layer-outermost.md`); a V that is a part of K is a view of it. A CPU keeps the
-heads of a slot together (NHD), so that a token is one contiguous row; CUDA keeps the slots of a
-head together (HND), one run per tile.
+(`docs/decisions/0002-layer-outermost.md`); a V that is a part of K is a view of it. On a CPU the
+heads of a slot are contiguous (NHD), so that a token is one contiguous row; on CUDA the slots of a
+head are contiguous (HND), so that a tile is one run.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ DTYPES = {name: getattr(torch, name) for name in ("float32", "float16", "bfloat1
 
 
 class DenseStorage:
-    """K and V of all pages, what moves them, and the scratch the torch backend gathers into.
+    """K and V of all pages, methods that move them, and scratch for the torch backend's gathering.
 
     Args:
-        layers: whose pages these are; default all. Groups keep their numbers.
+        layers: the layers whose pages these are; default all. Groups keep their numbers.
 
     Raises:
         NotImplementedError: the backend has no kernels for the dtype or the head dim.
@@ -59,7 +59,7 @@ class DenseStorage:
         config = config.part(layers)
         self.groups = config.groups
         self.memory = PageMemory(config, device)
-        with torch.inference_mode(False):  # what lasts must be usable outside of it, too
+        with torch.inference_mode(False):  # pages must be usable outside of inference mode, too
             self._make_pages(config)
             self.bounds = PageBounds(config, self)
         self._scratch = torch.empty(2, 0, dtype=self.dtype, device=device)
@@ -71,7 +71,7 @@ class DenseStorage:
     def _make_pages(self, config: CacheConfig) -> None:
         self.k: list[Tensor] = []
         self.v: list[Tensor] = []
-        # Views cost as much as a small kernel's launch; a layer asks for its own every step.
+        # Views are kept: making one costs a small kernel's launch, and layers ask in every step.
         self._layers: dict[int, tuple[Any, Any]] = {}
         for group, members in enumerate(config.groups):
             shape, counts = config.shapes[group], (len(members.layers), config.num_pages(group))
@@ -93,10 +93,10 @@ class DenseStorage:
         dtype: torch.dtype | None = None,
         group: int | None = None,
     ) -> Tensor:
-        """Pages `[L, N, G, P, width]`, by default of values in the dtype of the model.
+        """Allocates pages `[L, N, G, P, width]`, by default in the dtype of the model.
 
         Args:
-            group: whose growth they take part in; None for pages that are there from the start.
+            group: the group with which the pages grow; None for pages that exist from the start.
         """
         size, dtype = self.page_size, dtype or self.dtype
         if self.device.type == "cpu":
@@ -108,7 +108,7 @@ class DenseStorage:
         return sent(pages, self.device)
 
     def on(self, device: torch.device) -> DenseStorage:
-        """The pages of the layers that lie on a device."""
+        """Returns the storage of the layers that are on a device."""
         return self
 
     @property
@@ -117,7 +117,7 @@ class DenseStorage:
         return self.memory.nbytes
 
     def layer(self, layer: int) -> tuple[Any, Any]:
-        """K and V pages of one layer, views: `[N, G, P, D]` each, or `kernels.formats.Pages`."""
+        """Returns views of a layer's K and V pages: `[N, G, P, D]`, or `kernels.formats.Pages`."""
         return self._layers[layer]
 
     def copy_pages(self, group: int, source: Ints, target: Ints) -> None:
@@ -127,7 +127,7 @@ class DenseStorage:
             self._kernels.copy_pages(pages, *ids)
 
     def copy_slots(self, group: int, source: Ints, target: Ints) -> None:
-        """Copies slots of one group in all its layers, all at once; there are no staging pages."""
+        """Copies slots of one group in all its layers, all at once; not for staging pages."""
         (page, at), (into, to) = (
             map(self._ids, divmod(x, self.page_size)) for x in (source, target)
         )
@@ -135,45 +135,45 @@ class DenseStorage:
             pages[:, into, :, to] = pages[:, page, :, at]
 
     def code_pages(self, group: int, source: Ints, target: Ints) -> None:
-        """Codes staging pages, where there are any."""
+        """Codes staging pages of one group; only formats that have them."""
         raise NotImplementedError("dense pages are not coded")
 
     def calibrates(self, layer: int) -> bool:
-        """Whether static scales of a layer may still be to be set."""
+        """Whether some static scales of a layer may not be set yet."""
         return False
 
     def calibrate(self, layer: int, k: Tensor, v: Tensor) -> None:
-        """Sets static scales, where there are any, before K and V are written."""
+        """Sets static scales before K and V are written, if the format has them."""
 
     def read(self, layer: int, pages: Ints, tokens: int) -> tuple[Tensor, Tensor]:
-        """K and V of the first `tokens` slots of a row of pages: `[tokens, G, D]`, copies."""
+        """Copies K and V of the first `tokens` slots of a row of pages: `[tokens, G, D]`."""
         ids = self._ids(pages)
         k, v = (reference.gather_pages(x, ids, 0, tokens) for x in self.layer(layer))
         return k, v
 
-    # Parts: what leaves the pages as bytes and comes back. Their carriers know names and
-    # axis 1, no more. Pages of one call are of one kind: 0, or 1 for staging pages.
+    # Parts are bytes that leave pages and come back. Code that carries them knows only names and
+    # axis 1. The pages of one call have one kind: 1 for staging pages, else 0.
 
     def take_out(
         self, group: int, pages: Ints, kind: int = 0, device: torch.device | None = None
     ) -> Parts:
-        """Copies of all bytes that belong to some pages, in every layer of their group.
+        """Copies all bytes of some pages, in every layer of their group.
 
         Args:
-            pages: `[n]`, counted within the group.
-            kind: of the pages; coded pages can be had as if they were staging pages.
-            device: where the copies lie; default host memory.
+            pages: `[n]`, ids within the group.
+            kind: the kind of the copies; coded pages can be decoded to kind 1.
+            device: the device of the copies; default host memory.
         """
         ids, taken = self._ids(pages), {}
         for name, tensor in self._parts(group, kind).items():
-            # In the order of the bytes: each page of a layer is one run.
+            # Copied in the order of memory, so that each page of a layer is one run.
             runs = tensor if tensor.is_contiguous() else tensor.transpose(2, 3)
             part = runs.index_select(1, ids).to(device or "cpu")
             taken[name] = part if runs is tensor else part.transpose(2, 3)
         return taken
 
     def put_in(self, group: int, pages: Ints, parts: Parts, kind: int = 0) -> None:
-        """Overwrites as many pages of the same kind with what `take_out` gave."""
+        """Overwrites pages of the same kind with the parts that `take_out` returned."""
         ids = self._ids(pages)
         for name, tensor in self._parts(group, kind).items():
             tensor.index_copy_(1, ids, parts[name].to(self.device))
@@ -192,16 +192,16 @@ class DenseStorage:
         return laid
 
     def blank(self, parts: Parts, first_slot: int) -> None:
-        """Overwrites the slots of the last page from one on; its kind is not coded as a whole."""
+        """Writes zeros into the last page's slots from `first_slot` on; not for coded pages."""
         for part in parts.values():
             part[:, -1, :, first_slot:] = 0
 
     def repage(self, parts: Parts, skip: int, tokens: int, page_size: int) -> Parts:
-        """Copies tokens into pages of another size; the format codes tokens one by one.
+        """Copies tokens into pages of another size, for formats that code tokens one by one.
 
         Args:
-            skip: slots to leave out in front.
-            tokens: slots that follow; what is behind them becomes zeros.
+            skip: how many slots to leave out in front.
+            tokens: how many slots to copy; slots behind them become zeros.
         """
         laid = {}
         for name, part in parts.items():
@@ -214,15 +214,15 @@ class DenseStorage:
         return laid
 
     def statics(self, group: int) -> Parts:
-        """Returns the static scales of a group, on which all its bytes depend, `[L, G]` each."""
+        """Returns the static scales of a group, `[L, G]` each; all its bytes depend on them."""
         return {}
 
     def adopt(self, group: int, parts: Parts, statics: Parts) -> tuple[Parts, Parts]:
-        """Returns parts of another storage, with its statics, as parts and statics of this one."""
+        """Converts parts that depend on another storage's statics to parts and statics of this."""
         return parts, {}
 
     def set_statics(self, group: int, statics: Parts) -> None:
-        """Makes the bytes of all pages of a group depend on these."""
+        """Sets the static scales of a group."""
 
     def _parts(self, group: int, kind: int) -> dict[str, Tensor]:
         k, v = self.k[group], self.v[group]
@@ -234,12 +234,12 @@ class DenseStorage:
             tensor[:, pages, :, first_slot:] = math.nan
 
     def is_poisoned(self, group: int, page: int, first_slot: int) -> bool:
-        """Whether `poison` left NaN in a page from a slot on and nothing came after it."""
+        """Whether a page still has the NaN that `poison` wrote, from a slot on."""
         pools = self._parts(group, 0).values()
         return all(bool(x[:, page, :, first_slot:].isnan().all()) for x in pools)
 
     def scratch(self, elements: int) -> Tensor:
-        """A reusable buffer `[2, elements or more]`; allocating it anew would dominate."""
+        """Returns a reused buffer `[2, elements or more]`: a new one each time would be slow."""
         if self._scratch.shape[1] < elements:
             with torch.inference_mode(False), memory_errors():
                 self._scratch = torch.empty(2, elements, dtype=self.dtype, device=self.device)
@@ -247,7 +247,7 @@ class DenseStorage:
 
 
 def _require_fit(config: CacheConfig, device: torch.device, layers: Collection[int] | None) -> None:
-    """Raises BudgetExceeded if the pages of a fixed pool, or the first ones, do not fit."""
+    """Raises BudgetExceeded if a fixed pool's pages, or a growing pool's first ones, don't fit."""
     name = "max_tokens" if config.growth_step is None else "growth_step"
     needed, available = config.part(layers).nbytes_at_once, available_memory(device)
     if needed > available:
@@ -264,7 +264,7 @@ def _require_fit(config: CacheConfig, device: torch.device, layers: Collection[i
 def _most_tokens(
     config: CacheConfig, name: str, available: int, layers: Collection[int] | None
 ) -> int:
-    """The largest number that fits; window groups make bytes grow in no simple way."""
+    """Searches the largest number of tokens that fits: with windows no simple formula gives it."""
     low, high = 0, getattr(config, name)
     while high - low > 1:
         middle = (low + high) // 2

@@ -1,7 +1,7 @@
-"""Pages whose layers lie on several devices: a storage on each, and one that speaks for all.
+"""Pages whose layers are on several devices: a storage on each, and one storage for all of them.
 
-A page has the same number on every device, and holds on each the K and V of the layers there. So
-tables, prefixes and all other bookkeeping are those of one device.
+A page has the same number on every device, and holds there the K and V of the device's layers. So
+tables, prefixes and all other bookkeeping are the same as for one device.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .placement import Placement
 
 
 class DividedStorage(DenseStorage):
-    """The pages of all layers, for callers that move whole pages; layers ask their own device.
+    """The pages of all layers, for callers that move whole pages; layers use their own device's.
 
     Args:
         make: makes the storage of some layers on a device.
@@ -42,11 +42,11 @@ class DividedStorage(DenseStorage):
         self._part_of = [self.parts[device] for device in placement.layers]
 
     def on(self, device: torch.device) -> DenseStorage:
-        """The pages of the layers that lie on a device; this object where none does."""
+        """Returns the storage of the layers on a device; this object if it has no layer."""
         return self.parts.get(device, self)
 
     def of_group(self, group: int) -> Iterator[tuple[DenseStorage, list[int]]]:
-        """The storages that have layers of a group, and where these stand in the group."""
+        """Yields storages that have layers of a group, with their layers' indices in the group."""
         layers = self.groups[group].layers
         for part in self.parts.values():
             if mine := part.groups[group].layers:
@@ -72,7 +72,7 @@ class DividedStorage(DenseStorage):
         self._part_of[layer].calibrate(layer, k, v)
 
     def read(self, layer: int, pages: Ints, tokens: int) -> tuple[Tensor, Tensor]:
-        """See `DenseStorage`; on the layer's device."""
+        """Reads like `DenseStorage.read`; the copies are on the layer's device."""
         return self._part_of[layer].read(layer, pages, tokens)
 
     def take_out(
@@ -125,13 +125,13 @@ def _chosen(parts: Parts, layers: list[int]) -> Parts:
 
 
 def _joined(each: Sequence[tuple[Parts, list[int]]]) -> Parts:
-    """Parts of all layers of a group, from those of some layers each."""
+    """Joins parts that have some layers of a group each into parts of all its layers."""
     order = np.argsort([i for _, at in each for i in at]).tolist()
     return {name: torch.cat([part[name] for part, _ in each])[order] for name in each[0][0]}
 
 
 class _DividedBounds:
-    """The key bounds of all layers; a layer's call asks those of its own device."""
+    """The key bounds of all layers; a layer's call uses the bounds on its own device."""
 
     def __init__(self, storage: DividedStorage) -> None:
         self._of_group = storage.of_group

@@ -1,8 +1,8 @@
 """Pages in host memory that grow in place: addresses first, memory as pages are written.
 
 A tensor is one anonymous mapping. Pages that do not exist are inaccessible, so that a stray write
-to one is a fault and not a surprise; only within a page of the system (mostly 4 KiB) that holds an
-existing one as well nothing can be told apart.
+to one faults at once. Only a missing page that shares a page of the system (mostly 4 KiB) with an
+existing one stays accessible.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class LazyRegion:
         nbytes = layers * self._layer
         self._address = _reserve(nbytes)
         buffer = (ctypes.c_char * nbytes).from_address(self._address)
-        # The tensor holds the buffer; at exit other code may still read it.
+        # The tensor keeps the buffer alive; at exit other code may still read it.
         weakref.finalize(buffer, _libc().munmap, self._address, nbytes).atexit = False
         self._layers = range(0, nbytes, self._layer)
         self.tensor = torch.frombuffer(buffer, dtype=torch.uint8).view(dtype).view(shape)
@@ -71,9 +71,9 @@ class LazyRegion:
                 self._call("madvise", start, end, mmap.MADV_DONTNEED)
 
     def _between(self, few: int, many: int) -> Iterator[tuple[int, int]]:
-        """Bytes of each layer that only the larger number of pages takes, in pages of the system.
+        """Yields each layer's bytes that only the larger number of pages takes.
 
-        Layers lie close together, so one may end in the page of the system that the next begins in.
+        The bounds are those of system pages; in one of these a layer may end and the next begin.
         """
         for layer in self._layers:
             start = _up(layer + few * self._page) if few else _down(layer)
@@ -82,7 +82,7 @@ class LazyRegion:
                 yield start, stop
 
     def _start_of_next(self, layer: int) -> int:
-        """Returns where the system's page with the next layer begins, or the end."""
+        """Returns where the system page with the next layer's begin starts, or the end."""
         after = layer + self._layer
         return _up(after) if after == self._layers.stop else _down(after)
 
@@ -99,7 +99,7 @@ def _down(nbytes: int) -> int:
 
 
 def _reserve(nbytes: int) -> int:
-    """Addresses that nothing else gets; memory behind them has to be asked for."""
+    """Reserves addresses without memory."""
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
     address = _libc().mmap(None, nbytes, NONE, flags, -1, 0)
     if address == FAILED:

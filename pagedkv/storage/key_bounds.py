@@ -1,7 +1,7 @@
 """Bounds of each page's keys, by layer and channel; queries choose pages by them.
 
-4-bit K has them in its scales. Other formats keep them beside the pages, `[L, N, G, D, 2]`, and
-write them when a page is complete; until then a page is among the newest, which are always read.
+4-bit K has the bounds in its scales. Other formats keep them beside the pages, `[L, N, G, D, 2]`,
+and write them when a page is complete; until then it is a newest page, which is always read.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from pagedkv.kernels.torch import select_pages as sparse
 
 
 class PageBounds:
-    """Bounds of all pages of groups whose queries choose.
+    """Bounds of all pages, in groups whose queries choose pages.
 
     Args:
-        storage: whose pages they are.
+        storage: the storage of the pages.
     """
 
     def __init__(self, config: CacheConfig, storage: Any) -> None:
-        # Not the storage itself: it has this object, and both are to end when their cache does.
+        # No reference to the storage, which has this object: a cycle would outlive the cache.
         layers = [layer for group in config.groups for layer in group.layers]
         self._keys = {layer: storage.layer(layer)[0] for layer in layers}
         self._dtype = storage.dtype
@@ -49,11 +49,11 @@ class PageBounds:
                     self._of_layer[layer] = storage.layer(layer)[0].scales
 
     def of(self, layer: int) -> Tensor:
-        """`[N, G, D, 2]`: step and minimum of every channel of every complete page."""
+        """Returns `[N, G, D, 2]`: step and minimum of each channel of each complete page."""
         return self._of_layer[layer]
 
     def update(self, group: int, pages: Ints) -> None:
-        """Writes those of pages that are complete now; staging pages have none."""
+        """Writes the bounds of pages that are complete now; staging pages have none."""
         kept = self._kept.get(group)
         if kept is None:
             return
@@ -62,7 +62,7 @@ class PageBounds:
             kept[i, ids] = self._measured(layer, ids)
 
     def check(self, group: int, pages: Tensor) -> None:
-        """Raises `CorruptCacheError` if those of complete pages are not what their keys say."""
+        """Raises `CorruptCacheError` if the bounds of complete pages differ from their keys'."""
         kept = self._kept.get(group)
         for i, layer in enumerate(self._groups[group].layers if kept is not None else ()):
             assert kept is not None

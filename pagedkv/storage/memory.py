@@ -1,8 +1,8 @@
-"""Where the tensors of pages come from: `[L, N, ...]`, the pages on the second axis.
+"""Allocates the tensors of pages: `[L, N, ...]`, with the pages on the second axis.
 
-A fixed pool takes them from torch. One that grows reserves addresses for its largest size and gets
+A fixed pool takes them from torch. A growing pool reserves addresses for its largest size and gets
 memory for the first pages of each layer, in all tensors of a group together. Nothing ever moves:
-addresses that kernels and captured graphs hold stay good, and no byte is copied.
+addresses that kernels and captured graphs hold stay valid, and no byte is copied.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from pagedkv.errors import BudgetExceeded, HostMemoryError
 
 from .placement import Placement
 
-# Index arrays are kept for every page, so "as much as memory holds" needs an end for tiny models.
+# For tiny models memory would hold very many pages, and each page also costs index arrays.
 MOST_TOKENS = 1 << 20
 
 
@@ -40,7 +40,7 @@ def memory_errors() -> Iterator[None]:
 
 @contextmanager
 def budgeted(config: CacheConfig, device: torch.device) -> Iterator[None]:
-    """Turns a want of memory, for pages or what goes with them, into BudgetExceeded."""
+    """Turns a lack of memory, for pages or things beside them, into BudgetExceeded."""
     try:
         with memory_errors():
             yield
@@ -57,10 +57,10 @@ def budgeted(config: CacheConfig, device: torch.device) -> Iterator[None]:
 
 
 def require_room_for_books(config: CacheConfig) -> None:
-    """Refuses page tables that take more than there is; all of their bytes are written at once.
+    """Refuses page tables larger than free memory; all of their bytes are written at once.
 
     Raises:
-        BudgetExceeded: too many tokens, or sequences that may become too long.
+        BudgetExceeded: there are too many tokens, or sequences may become too long.
     """
     needed, available = config.nbytes_of_books, available_memory(torch.device("cpu"))
     if needed > available:
@@ -92,17 +92,17 @@ class Region(Protocol):
         """Returns the bytes that `pages` would take and that are not taken yet."""
 
     def resize(self, pages: int) -> None:
-        """Makes `pages` pages exist; MemoryError, with everything as before, if they do not fit."""
+        """Makes `pages` pages exist; raises MemoryError and changes nothing if they do not fit."""
 
     def release(self, first: int, stop: int) -> None:
-        """Gives back memory within free pages, which lose their bytes and stay writable."""
+        """Gives back the memory of free pages, which lose their bytes and stay writable."""
 
 
 class PageMemory:
-    """Tensors of all layer groups; those of a group have the same pages and grow together.
+    """Tensors of all layer groups; the tensors of a group have the same pages and grow together.
 
     Raises:
-        NotImplementedError: pages are to grow where they cannot.
+        NotImplementedError: pages cannot grow on this device.
     """
 
     def __init__(self, config: CacheConfig, device: torch.device) -> None:
@@ -113,15 +113,15 @@ class PageMemory:
         self._regions: list[list[Region]] = [[] for _ in self.pages]
 
     def empty(self, group: int | None, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """A tensor for one part of a group's pages, `[L, N, ...]`.
+        """Makes a tensor for one part of a group's pages, `[L, N, ...]`.
 
         Args:
-            group: None for what is there from the start and stays, of any shape.
+            group: the group; None for a tensor of any shape that exists as a whole from the start.
 
         Raises:
             BudgetExceeded: no room for its addresses, or for the first pages.
         """
-        with torch.inference_mode(False):  # what lasts must be usable outside of it, too
+        with torch.inference_mode(False):  # pages must be usable outside of inference mode, too
             if self._kind is None or group is None or not math.prod(shape):
                 # Not zeroed: untouched pages of a large CPU allocation cost no memory.
                 tensor = torch.empty(shape, dtype=dtype, device=self.device)
@@ -138,7 +138,7 @@ class PageMemory:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all tensors, of those that grow as far as their pages exist."""
+        """Bytes of all tensors; growing tensors count only the pages that exist."""
         regions = [region for group in self._regions for region in group]
         return self._fixed + sum(r.tensor[:, : r.pages].nbytes for r in regions)
 
@@ -154,7 +154,7 @@ class PageMemory:
         """Makes `pages` pages of each group exist, in all tensors or in none.
 
         Raises:
-            BudgetExceeded: the memory that this takes is not there.
+            BudgetExceeded: there is too little memory.
             RuntimeError: a CUDA graph is being captured.
         """
         self.require_resizable()
@@ -176,7 +176,7 @@ class PageMemory:
         self.pages = list(pages)
 
     def release(self, group: int, pages: Any) -> None:
-        """Gives back memory within free pages where that is possible, on a CPU.
+        """Gives back the memory of free pages; does so only on a CPU.
 
         Args:
             pages: `[n]` ids within the group, ascending.
@@ -190,7 +190,7 @@ class PageMemory:
     def _available(self, needed: int) -> int:
         available = available_memory(self.device)
         if needed > available and self.device.type == "cuda":
-            torch.cuda.empty_cache()  # what torch keeps for later, the driver counts as taken
+            torch.cuda.empty_cache()  # the driver counts torch's spare memory as taken
             available = available_memory(self.device)
         return available
 
@@ -223,7 +223,7 @@ def _kind(device: torch.device) -> type[Region]:
 
 
 def available_memory(device: torch.device) -> int:
-    """Bytes that an allocation on this device may take."""
+    """Returns how many bytes an allocation on this device may take."""
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         return free - max(1 << 30, total // 10)
@@ -241,15 +241,15 @@ def tokens_that_fit(
 ) -> int:
     """Returns a `max_tokens` that fits on each device, for a cache that was given none.
 
-    On a CPU a quarter of what is free, committed only as it is used; on a card all that is free
-    but a tenth; at most 2**20. Half of that where recurrent states need room as well.
+    On a CPU a cache gets a quarter of free memory, which is committed only as it is used; on a card
+    all free memory but a tenth; at most 2**20 tokens. With recurrent states it gets half of that.
 
     Args:
-        config_of: the cache of so many tokens. Its bytes are no multiple of them: pages are whole,
-            staging pages go by sequences, and windows have an end.
-        where: the device, or where each layer lies.
-        beside: another cache that has to fit as well; it follows from the first, and lies where
-            its steps begin.
+        config_of: makes the config for a number of tokens. Its bytes are no multiple of the tokens:
+            pages are whole, staging pages depend on sequences, and windows have an end.
+        where: the device, or the placement of the layers.
+        beside: makes the config of another cache that has to fit as well, on the device where the
+            first cache's steps begin.
     """
     layers_on = where.layers_on.items() if isinstance(where, Placement) else [(where, None)]
     halves = 2 if config_of(1).states else 1
@@ -269,8 +269,8 @@ def tokens_that_fit(
 def states_that_fit(config: CacheConfig, placement: Placement) -> int:
     """Returns a `max_states` for a cache that was given none; 0 without states.
 
-    Two for each sequence, its own and a checkpoint, as far as there is room: with fewer, sequences
-    take turns and prefixes are computed again.
+    Each sequence gets two if there is room, its own and a checkpoint: with fewer, sequences take
+    turns and prefixes are computed again.
     """
     if not config.states:
         return 0
@@ -282,7 +282,7 @@ def states_that_fit(config: CacheConfig, placement: Placement) -> int:
 
 
 def _room(device: torch.device) -> int:
-    """Returns bytes for a cache of no given size; processes of one launcher share the host's."""
+    """Returns bytes for a cache without a given size; processes of a launcher share host memory."""
     if device.type != "cpu":
         return available_memory(device)
     return available_memory(device) // (4 * int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
@@ -290,7 +290,7 @@ def _room(device: torch.device) -> int:
 
 @contextmanager
 def host_memory(call: str) -> Iterator[None]:
-    """Turns a want of memory into HostMemoryError."""
+    """Turns a lack of memory into HostMemoryError."""
     try:
         with memory_errors():
             yield

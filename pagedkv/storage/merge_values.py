@@ -1,4 +1,4 @@
-"""Averages the values of tokens that go into the most similar tokens that stay."""
+"""Averages the values of evicted tokens into the most similar tokens that stay."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ def merge_values(
 ) -> Callable[[], None]:
     """Averages the values of pages that leave into pages that stay, for every KV head on its own.
 
-    A token that receives m values gets the mean of these and its own. Keys are compared by their
-    cosine, and stay as they are.
+    A token that receives m values gets the mean of these and its own value. Tokens are compared by
+    the cosine of their keys; keys stay as they are.
 
     Args:
         base: first page of each group.

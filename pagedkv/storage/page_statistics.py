@@ -1,7 +1,7 @@
-"""Statistics on the device that policies rank pages by: attention mass, likeness of keys.
+"""Statistics on the device by which policies rank pages: attention mass, likeness of keys.
 
-A row's attention is watched once in 16 of its tokens: in every 16th step where it gets one token at
-a time, in every fourth where it verifies drafts four wide, in all steps that compute a prompt. The
+A row's attention is watched once in 16 of its tokens: in every 16th step if a step brings one
+token, in every fourth if it verifies drafts of four tokens, in all steps that compute a prompt. The
 sums stay on the device, by page; a decision reads them in one copy.
 """
 
@@ -22,9 +22,9 @@ from pagedkv.retention.policy import HALF_LIFE
 
 from . import Storage
 
-EVERY = 16  # tokens; decisions fall at page boundaries, so that more would tell them little
-LAST_QUERIES = 64  # of a row that computes several tokens: a prompt's end knows what matters in it
-READ_BYTES = 8 << 20  # keys in float32 that are compared at a time: bounds memory, was not tuned
+EVERY = 16  # tokens; decisions fall at page boundaries, so watching more often would add little
+LAST_QUERIES = 64  # watched of a row's many new tokens: a prompt's end shows what matters in it
+READ_BYTES = 8 << 20  # bytes of float32 keys compared at a time: bounds memory, was not tuned
 
 
 class Marks(NamedTuple):
@@ -43,7 +43,7 @@ class PageStatistics:
     """Statistics of the pages of a cache, collected as far as its policy needs them.
 
     Attributes:
-        ranks: those whose heads count as well.
+        ranks: all ranks whose heads count.
     """
 
     def __init__(self, config: CacheConfig, base: Ints, storage: Storage) -> None:
@@ -54,7 +54,7 @@ class PageStatistics:
         self.compares = config.policy is not None and "likeness" in config.policy.needs
         self._steps = 0
         with torch.inference_mode(False):
-            # The last element takes what belongs to no page.
+            # The last element takes sums that belong to no page.
             total = int(base[-1]) + 1 if self.watches else 1
             self._mass = torch.zeros(total, dtype=torch.float32, device=storage.device)
             self._attended = torch.zeros(total, dtype=torch.int64, device=storage.device)
@@ -73,7 +73,7 @@ class PageStatistics:
     # ------------------------------------------------------------------ collect
 
     def queries(self, new: Ints) -> Ints | None:
-        """How many last queries of each row the coming step watches; None: none."""
+        """Returns how many last queries of each row the coming step watches; None for none."""
         if not self.watches:
             return None
         self._steps += 1
@@ -81,15 +81,15 @@ class PageStatistics:
         return queries if queries.any() else None
 
     def weights(self, new: Ints, queries: Ints, layers: int) -> tuple[Floats, Floats]:
-        """By row the weight of its watched queries, and the factor by which older sums fade.
+        """Returns, by row, the weight of watched queries, and the factor by which older sums fade.
 
-        Watched queries stand for those of all steps since queries were watched last.
+        Watched queries stand for the queries of all steps since the last watched ones.
         """
         period = _period(new)
         return period / layers, 0.5 ** (period * new * (queries > 0) / HALF_LIFE)
 
     def places(self, group: int, table: Tensor, held: Tensor) -> Tensor:
-        """Indices into the sums for pages of a table `[B, columns]`, flat.
+        """Returns flat indices into the sums, for pages of a table `[B, columns]`.
 
         Pages that are not `held` get the index of the last element, which belongs to no page.
         """
@@ -97,16 +97,16 @@ class PageStatistics:
         return pages.masked_fill_(~held, len(self._mass) - 1).flatten()
 
     def fade(self, places: Tensor, decays: Tensor) -> None:
-        """Lets the attention that pages got so far count less."""
+        """Multiplies the attention that pages got so far by their decays."""
         self._mass[places] = self._mass[places] * decays
 
     def add(self, places: Tensor, mass: Tensor, attended: Tensor) -> None:
-        """Adds the attention of a layer by page, and which pages got more than an equal share."""
+        """Adds a layer's attention by page, and notes pages that got more than an equal share."""
         self._mass.index_add_(0, places, mass)
         self._attended.scatter_reduce_(0, places, attended * self._steps, "amax")
 
     def invalidate(self, pages: Ints) -> None:
-        """Says that a step writes to pages, so that their keys have to be read again."""
+        """Notes that a step writes to pages, so that their keys have to be read again."""
         self._known[pages] = False
 
     def reset(self, pages: Ints) -> None:
@@ -117,13 +117,13 @@ class PageStatistics:
 
     def copy(self, source: Ints, target: Ints) -> None:
         """Gives `target` pages, which are copies, the statistics of `source` pages."""
-        self._known[target] = False  # whose keys may be another owner's
+        self._known[target] = False  # slots may hold another owner's keys
         if self.watches and source.size:
             both = sent(np.stack([source, target]), self._mass.device)
             self._set(both[1], self._mass[both[0]], self._attended[both[0]])
 
     def export(self, pages: Ints) -> Marks | None:
-        """The statistics of pages, for `import_`; None if nothing is watched."""
+        """Returns the statistics of pages, for `import_`; None if nothing is watched."""
         if not self.watches:
             return None
         ids = sent(pages, self._mass.device)
@@ -149,11 +149,10 @@ class PageStatistics:
     # ------------------------------------------------------------------ read
 
     def measure(self, needs: tuple[str, ...], pages: Ints, owner: Ints) -> dict[str, Any]:
-        """The statistics of pages that a policy needs over the heads of all ranks, in one read.
+        """Returns a policy's statistics of pages, over the heads of all ranks, in one read.
 
         Args:
-            pages: `[n]`, all whole pages of some tables, table after table, those of a group
-                together.
+            pages: `[n]`, all whole pages of some tables, table after table and group after group.
             owner: `[n]`, the table that each page is in.
         """
         ids = sent(pages, self._storage.device)
@@ -167,7 +166,7 @@ class PageStatistics:
         return own if self.ranks.size == 1 else _merged(self.ranks.gather(own))
 
     def _likeness(self, pages: Ints, owner: Ints) -> Tensor:
-        """Mean cosine of the keys of each page to the mean of all unit keys of its table: `[n]`."""
+        """Returns, `[n]`, the mean cosine of each page's keys to the mean unit key of its table."""
         parts = []
         groups = np.searchsorted(self._base, pages, side="right") - 1
         for group in np.unique(groups).tolist():
@@ -184,7 +183,7 @@ class PageStatistics:
         return torch.cat(parts)
 
     def _learn(self, group: int, pages: Ints) -> None:
-        """Computes and keeps the mean unit key of each page for which it is not up to date."""
+        """Computes and keeps the mean unit keys of pages whose means are not up to date."""
         config, new = self.config, pages[~self._known[pages]]
         shape = config.page_size, *config.shapes[group][:2]
         step = max(1, READ_BYTES // (4 * int(np.prod(shape))))
@@ -199,9 +198,9 @@ class PageStatistics:
 
 
 def _merged(found: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The statistics of pages over all heads, from those of several parts with as many heads each.
+    """Merges statistics of pages from several ranks with equally many heads.
 
-    Mass and likeness are means over heads. A page is attended where it is to any part.
+    Mass and likeness are means over heads. `attended` is the latest of any rank.
     """
     every = {name: np.stack([one[name] for one in found]) for name in found[0]}
     return {n: x.max(0) if n == "attended" else x.mean(0) for n, x in every.items()}

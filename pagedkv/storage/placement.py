@@ -1,4 +1,4 @@
-"""Devices by their names, and where the layers of a cache lie: on one of them, or on several."""
+"""Devices by their names, and the placement of a cache's layers on one or several of them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Device = str | int | torch.device
 
 
 def device_of(device: str | int | torch.device) -> torch.device:
-    """The device of a name; "auto" is the current card, or the CPU where there is none.
+    """Returns the device of a name; "auto" is the current card, or the CPU if there is none.
 
     Raises:
         ValueError: torch knows no such device.
@@ -34,9 +34,9 @@ class Placement(NamedTuple):
     """The device of every layer.
 
     Attributes:
-        home: where steps begin: ids, positions, statistics of pages.
-        layers: of each layer with K and V.
-        states: of each state layer.
+        home: the device where steps begin, with ids, positions and statistics of pages.
+        layers: the device of each layer with K and V.
+        states: the device of each state layer.
     """
 
     home: torch.device
@@ -45,13 +45,13 @@ class Placement(NamedTuple):
 
     @classmethod
     def of(cls, given: Device | Sequence[Device] | Placement, config: CacheConfig) -> Placement:
-        """The placement that a caller asks for.
+        """Returns the placement that a caller asks for.
 
         Args:
-            given: one device, or one for each layer and behind them one for each state layer.
+            given: one device, or one for each layer and then one for each state layer.
 
         Raises:
-            ValueError: there are more or fewer of them, or they are of several kinds.
+            ValueError: their number differs from that of the layers, or they are of several kinds.
             TypeError: one is no device.
         """
         count, states = config.num_layers, len(config.states)
@@ -76,7 +76,7 @@ class Placement(NamedTuple):
 
     @property
     def layers_on(self) -> dict[torch.device, tuple[int, ...]]:
-        """The layers with K and V on each device, home first, which may have none."""
+        """The layers with K and V on each device; home comes first and may have none."""
         devices = dict.fromkeys((self.home, *self.layers))
         return {
             device: tuple(i for i, place in enumerate(self.layers) if place == device)
@@ -95,5 +95,5 @@ class Placement(NamedTuple):
 
 
 def _named(device: Any) -> torch.device:
-    """The device of a name; tensors always name their card, a bare `cuda` does not."""
+    """Returns the device of a name with its index, which a tensor has and a bare `cuda` lacks."""
     return torch.empty(0, device=device_of(device)).device

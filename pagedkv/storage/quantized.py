@@ -1,8 +1,8 @@
 """Pages in fewer bits: words, scales that travel with them, and staging pages.
 
-Laid out like `dense.py`, per group and layer outermost: words `[L, N, G, P, D / 2 or 4]`, scales as
-`kernels/formats.py` says, and where a format codes whole pages also staging pages `[L, S, G, P, D]`
-in the dtype of the model, whose ids follow those of the coded pages.
+The layout is that of `dense.py`, by group, with the layer outermost: words `[L, N, G, P, D / 2 or
+4]`, scales as in `kernels/formats.py`, and for formats that code whole pages also staging pages
+`[L, S, G, P, D]` in the dtype of the model. Ids of staging pages follow ids of coded pages.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from pagedkv.kernels.torch.codes import decode, encode
 
 from .dense import DenseStorage, Parts
 
-# The first write's largest element goes here at most, of 448 that e4m3 holds: that may have been
-# one weak token, and what follows must not saturate. Below are eleven octaves of full precision.
+# A scale maps the first write's largest element to at most this, of 448 that e4m3 holds: the first
+# token may be weak, and later ones must not saturate. Below are eleven octaves of full precision.
 HEADROOM = 32.0
-# The scale of heads to which no finite number but zeros was written: scales that are set are powers
-# of two, and this is none. Not zero: kernels divide by it.
+# The scale of a head before its first finite number other than zero is written: it is no power of
+# two, as set scales are, and it is not zero, because kernels divide by it.
 UNSET = 1.5
 
 
@@ -34,7 +34,7 @@ class QuantizedStorage(DenseStorage):
     """K and V of all pages in the formats of a config; see `DenseStorage`.
 
     Raises:
-        NotImplementedError: the device has no such format.
+        NotImplementedError: the device does not support the format.
     """
 
     def _make_pages(self, config: CacheConfig) -> None:
@@ -43,7 +43,7 @@ class QuantizedStorage(DenseStorage):
         self._members = config.groups
         static = any(format.static for format in config.formats)
         self._uncalibrated = set(range(config.num_layers)) if static else set()
-        # In host memory: the device writes here which layers have all their scales.
+        # Host memory, in which the device notes the layers that have all their scales.
         on_card = self.device.type == "cuda"
         with torch.inference_mode(False):
             self._calibrated = torch.zeros(
@@ -75,7 +75,7 @@ class QuantizedStorage(DenseStorage):
         data = self._allocate(layers, pages, heads, dim // format.per_word, kind, group)
         scales = None
         if format.static:
-            # Each layer's begin at a multiple of 16 bytes, as kernels want it.
+            # Each layer's scales begin at a multiple of 16 bytes, as kernels require.
             padded = layers, -(-heads // 4) * 4
             scales = self.memory.empty(None, padded, torch.float32).fill_(UNSET)[:, :heads]
         elif not format.dense:
@@ -90,9 +90,9 @@ class QuantizedStorage(DenseStorage):
     def calibrate(self, layer: int, k: Tensor, v: Tensor) -> None:
         """Sets the static scales of a layer's pages, each once and for all.
 
-        A head's is set by the first write to it that has a number other than zero, to a power of
-        two, so that no rounding is added. Nothing waits for the device: layers are measured until
-        it has said that all their scales are set.
+        The first write with a number other than zero sets a head's scale to a power of two, which
+        adds no rounding. The host never waits for the device: it measures a layer in every step
+        until the device has noted that all its scales are set.
         """
         if layer not in self._uncalibrated:
             return
@@ -103,17 +103,17 @@ class QuantizedStorage(DenseStorage):
         for new, pages in zip((k, v), self.layer(layer)):
             if pages.format.static:
                 size = new.detach().float().abs()
-                # A number beyond all others would leave nothing of them, for good.
+                # A scale for an infinite number would turn all finite ones to zero for ever.
                 most = size.masked_fill(~size.isfinite(), 0).amax((0, 2))
                 scale = torch.exp2((most / HEADROOM).log2().ceil()).clamp(2.0**-40, 2.0**40)
-                scale = torch.where(most == 0, UNSET, scale)  # zeros say nothing of what follows
+                scale = torch.where(most == 0, UNSET, scale)  # zeros say nothing of later tokens
                 ours = _scales(pages)
                 ours.copy_(torch.where(ours == UNSET, scale, ours))
                 known.append((ours != UNSET).all())
         self._calibrated[layer].copy_(torch.stack(known).all(), non_blocking=True)
 
     def copy_pages(self, group: int, source: Ints, target: Ints) -> None:
-        """Copies pages of one group in all its layers; with staging pages only to such ones."""
+        """Copies pages of one group in all its layers; if it has staging pages, only to these."""
         k, v = self._groups[group]
         count = k.data.shape[1]
         if k.staging is None:
@@ -138,7 +138,7 @@ class QuantizedStorage(DenseStorage):
             self._kernels.encode_pages(*self._groups[group], self._ids(source), self._ids(target))
 
     def read(self, layer: int, pages: Ints, tokens: int) -> tuple[Tensor, Tensor]:
-        """K and V of the first `tokens` slots of a row of pages: `[tokens, G, D]`, decoded."""
+        """Decodes K and V of the first `tokens` slots of a row of pages: `[tokens, G, D]`."""
         ids = self._ids(pages)
         k, v = (coded.read_pages(x, ids, self.dtype) for x in self.layer(layer))
         return k.transpose(1, 2).flatten(0, 1)[:tokens], v.transpose(1, 2).flatten(0, 1)[:tokens]
@@ -159,7 +159,7 @@ class QuantizedStorage(DenseStorage):
         super().put_in(group, self._local(group, pages, kind), parts, kind)
 
     def _local(self, group: int, pages: Ints, kind: int) -> Ints:
-        """Places in the tensors of their kind."""
+        """Returns indices of pages in the tensors of their kind."""
         return pages - kind * self._groups[group][0].data.shape[1]
 
     def _parts(self, group: int, kind: int) -> dict[str, Tensor]:
@@ -174,14 +174,14 @@ class QuantizedStorage(DenseStorage):
         return {name: _scales(of).cpu().contiguous() for name, of in sides if of.format.static}
 
     def adopt(self, group: int, parts: Parts, statics: Parts) -> tuple[Parts, Parts]:
-        """See `DenseStorage`. Scales that are not set yet become those of the other storage."""
+        """Converts as `DenseStorage.adopt` says; unset scales become the other storage's scales."""
         scales = {}
         for name, of in zip("kv", self._groups[group]):
             format = of.format
             if not format.static or name not in parts:
                 continue
             theirs, ours = statics[name].to(self.device), _scales(of)
-            # Zero was that of layers that nothing was written to.
+            # Unset scales were zero in older files.
             theirs = torch.where((theirs == UNSET) | (theirs == 0), ours, theirs)
             scales[name] = ours = torch.where(ours == UNSET, theirs, ours)
             words = parts[name].to(self.device)
@@ -192,7 +192,7 @@ class QuantizedStorage(DenseStorage):
                     f"{format.name}: some values of {name.upper()} are too large for the scales of "
                     "this cache; load into an empty cache"
                 )
-            # Powers of two: nothing is rounded but what becomes too small.
+            # Scales are powers of two, so only numbers that become too small are rounded.
             parts = parts | {name: encode(values, format, each[1])[0]}
         return parts, scales
 
@@ -202,12 +202,12 @@ class QuantizedStorage(DenseStorage):
                 _scales(of).copy_(statics[name])
 
     def poison(self, group: int, pages: Tensor, first_slot: int = 0) -> None:
-        """Writes NaN into pages from a slot on; of coded ones into whole pages only."""
+        """Writes NaN into pages from a slot on; into coded pages only from slot 0 on."""
         for tensor, ids, value in self._marks(group, pages, first_slot):
             tensor[:, ids, :, first_slot:] = value
 
     def is_poisoned(self, group: int, page: int, first_slot: int) -> bool:
-        """Whether `poison` left NaN in a page from a slot on and nothing came after it."""
+        """Whether a page still has the marks that `poison` left, from a slot on."""
         pages = torch.tensor([page], device=self.device)
         for tensor, ids, value in self._marks(group, pages, first_slot):
             found = tensor[:, ids, :, first_slot:]
@@ -218,19 +218,19 @@ class QuantizedStorage(DenseStorage):
     def _marks(
         self, group: int, pages: Tensor, first_slot: int
     ) -> Iterator[tuple[Tensor, Tensor, float]]:
-        """Where `poison` leaves its marks: tensors `[L, N, G, P, ..]`, pages in them, and what."""
+        """Yields the marks of `poison`: tensors `[L, N, G, P, ..]`, pages in them, and values."""
         for of in self._groups[group]:
             count = of.data.shape[1]
             if of.staging is not None:
                 yield of.staging, pages[pages >= count] - count, math.nan
                 if first_slot:
-                    continue  # coded as a whole: its last slots are valid, even without an owner
+                    continue  # a coded page is complete: its last slots are valid as well
             mine = pages[pages < count]
             if of.format.dense:
                 yield of.data, mine, math.nan
             elif of.format.static:
                 yield of.data, mine, of.format.no_number
-            else:  # of channels, `[L, N, G, D, 2]`: these are of whole pages anyway
+            else:  # scales by channel, `[L, N, G, D, 2]`: a mark is for the whole page
                 yield _scales(of), mine, math.nan
 
 

@@ -1,7 +1,7 @@
-"""The bytes of recurrent states: for each state layer its tensors, one row a slot.
+"""The bytes of recurrent states: the tensors of each state layer, with a row for each slot.
 
-Memory is taken as slots are first used, in steps that double, because one state may be as large as
-the pages of thousands of tokens.
+Memory is taken when slots are first used, and doubles each time, because one state may be as large
+as the pages of thousands of tokens.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ class StateStorage:
     """Tensors of all slots, `[slots, *shape]` for each tensor of each state layer.
 
     Args:
-        devices: where each state layer lies.
-        debug: unwritten and freed slots are filled with NaN, so that reading one shows.
+        devices: the device of each state layer.
+        debug: whether to fill unwritten and freed slots with NaN, so that reading one shows.
     """
 
     def __init__(self, config: CacheConfig, devices: Sequence[torch.device], debug: bool) -> None:
@@ -36,7 +36,7 @@ class StateStorage:
         self._most = config.max_states
         self._data = [self._allocate(layer, 0) for layer in range(len(self.layers))]
         self._capacity = 0
-        # By layer the tensors that were written last, if donated, and the slots they went to.
+        # By layer: the tensors written last, if they were donated, and their slots.
         self._donated: dict[int, tuple[list[Tensor], bytes]] = {}
 
     def _allocate(self, layer: int, slots: int) -> list[Tensor]:
@@ -56,12 +56,12 @@ class StateStorage:
         """Takes memory for the first slots.
 
         Raises:
-            MemoryError: there is none; nothing was changed.
+            MemoryError: there is too little; nothing was changed.
         """
         if slots <= self._capacity:
             return
         capacity = min(self._most, max(FEWEST, slots, 2 * self._capacity))
-        for i in range(len(self.layers)):  # one after another: two sets may not fit
+        for i in range(len(self.layers)):  # layer by layer: two copies of all may not fit
             with memory_errors():
                 grown = self._allocate(i, capacity)
             for old, new in zip(self._data[i], grown):
@@ -70,7 +70,7 @@ class StateStorage:
         self._capacity = capacity
 
     def read(self, layer: int, slots: Ints) -> list[Tensor]:
-        """Copies of the states in some slots, zeros for slot -1: `[n, *shape]` each."""
+        """Returns copies of the states in some slots, zeros for slot -1: `[n, *shape]` each."""
         donated, where = self._donated.pop(layer, ([], b""))
         # Tensors that are made in inference mode cannot be written to outside of it.
         ours = donated and donated[0].is_inference() <= torch.is_inference_mode_enabled()
@@ -93,13 +93,13 @@ class StateStorage:
         """Replaces the states in some slots; it takes no memory.
 
         Args:
-            index: the slots, where the layer lies.
-            values: `[n, *shape]` each, of the layer's dtypes.
-            donate: nobody else will touch them, so that they can be what the next `read` gives.
+            index: the slots, on the layer's device.
+            values: `[n, *shape]` each, in the layer's dtypes.
+            donate: nobody else will touch them, so the next `read` may return them.
         """
         self._donated.pop(layer, None)
         for tensor, value in zip(self._data[layer], values):
-            if index.device.type == "cpu":  # which copies slots three times as fast as by an index
+            if index.device.type == "cpu":  # single copies are three times as fast
                 for slot, state in zip(slots.tolist(), value):
                     tensor[slot] = state
             else:
@@ -108,20 +108,20 @@ class StateStorage:
             self._donated[layer] = list(values), slots.tobytes()
 
     def take_out(self, slot: int) -> list[Tensor]:
-        """A copy of one slot in host memory: the tensors of all layers, in order.
+        """Copies one slot to host memory: the tensors of all layers, in order.
 
         Raises:
-            MemoryError: there is none for it.
+            MemoryError: there is no memory for the copy.
         """
         with memory_errors(), torch.inference_mode(False):
             return [tensor[slot].to("cpu", copy=True) for layer in self._data for tensor in layer]
 
     def drop_donated(self) -> None:
-        """Gives back the memory of tensors that were donated."""
+        """Releases the tensors that were donated."""
         self._donated.clear()
 
     def put_in(self, slot: int, tensors: Sequence[Tensor]) -> None:
-        """Replaces one slot by what `take_out` gave; takes memory where it is a new one."""
+        """Replaces one slot by the tensors of `take_out`; takes memory for a new slot."""
         self.reserve(slot + 1)
         self.drop_donated()
         every = (tensor for layer in self._data for tensor in layer)
@@ -137,12 +137,12 @@ class StateStorage:
                 tensor[index] = float("nan")
 
     def is_poisoned(self, slots: Ints) -> bool:
-        """Whether none of some slots has a number."""
+        """Whether all numbers in some slots are NaN."""
         each = zip(self._everywhere(slots), self._data)
         return all(bool(t[index].isnan().all()) for index, layer in each for t in layer)
 
     def _everywhere(self, slots: Ints) -> list[Tensor]:
-        """Slots as an index for each state layer."""
+        """Returns slots as an index on each state layer's device."""
         index = np.asarray(slots)
         there = {device: sent(index, device) for device in dict.fromkeys(self.devices)}
         return [there[device] for device in self.devices]
