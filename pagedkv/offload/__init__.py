@@ -1,4 +1,4 @@
-"""Sequences and prefixes in host memory: which page holds what, its bytes, and how fast they move.
+"""Sequences and prefixes in host memory: which page holds what, its bytes, the speed of copies.
 
 `host_pages.py` decides, `host_storage.py` holds the bytes, `tier.py` joins both with a cache's
 device, `rate.py` measures copies.

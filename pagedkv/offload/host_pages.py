@@ -1,11 +1,11 @@
-"""Decides which page in host memory holds what, who owns it, and which is reused when all are.
+"""Decides which host page holds what, who owns it, and which is reused when none is free.
 
 `PagePool` and `PrefixIndex` keep host pages as they keep device pages: a pool with owners and an
 order of reuse, and an index that finds pages by tokens. Pages of offloaded sequences are *owned*;
-the others are prefixes that would have been lost on the device, and the least recently used of them
-is reused first. A host page knows which device page it is a copy of, so that no page is copied
-twice, and no page is copied back that is still on the device. Versions say so, not tokens: equal
-tokens that were computed in another batch may differ in their last bits.
+the others hold prefixes that would have been lost on the device, and the least recently used one is
+reused first. A host page knows which device page it is a copy of, so that no page is copied twice,
+and no page is copied back that is still on the device. Pages are compared by version, not by
+tokens: K and V of equal tokens from another batch may differ in their last bits.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from pagedkv.pages.tables import PageTables
 
 
 class Recycled(NamedTuple):
-    """All that is known of a device page: kept for cached pages that are reused.
+    """The record of a device page; kept of cached pages when they are reused.
 
     Attributes:
         page: the page's id.
@@ -48,7 +48,7 @@ class Recycled(NamedTuple):
 
     @classmethod
     def of(cls, index: PrefixIndex, pool: PagePool, page: int) -> Recycled:
-        """The record of a page as it is now."""
+        """Makes the record of a page as it is now."""
         place = int(pool.group_of[page]), int(pool.version[page]), int(pool.filled[page])
         return cls(page, *place, index.tokens[page].copy(), *index.keys_of(page))
 
@@ -79,13 +79,13 @@ class HostPages:
     """
 
     def __init__(self, tables: PageTables, num_pages: Sequence[int]) -> None:
-        # Without windows: a prefix is found here if every group has all of it.
+        # The index ignores windows: it finds a prefix if every group has all of it.
         windows: list[int | None] = [None] * len(tables.windows)
         total = sum(num_pages)
         self.index = PrefixIndex(windows, total, tables.page_size, b"")
         self.pool = PagePool(num_pages, self.index, tables.kinds)
         self._tables = tables
-        # The device page that each host page is a copy of, as long as that page has this version.
+        # The device page that each host page was copied from; equal while that has this version.
         self._source = np.full(total + 1, -1, dtype=np.int64)
         self._versions = np.full(total + 1, -1, dtype=np.int64)
         # The host page that each device page was last copied to.
@@ -100,7 +100,7 @@ class HostPages:
             The sequences; the pages to copy, and their host pages.
 
         Raises:
-            HostMemoryError: not all of them fit; nothing was changed.
+            HostMemoryError: not all sequences fit; nothing was changed.
         """
         tables, pool, groups = self._tables, self.pool, range(len(self._tables.windows))
         pages = [stored(tables, group, row) for row in rows for group in groups]
@@ -145,14 +145,14 @@ class HostPages:
             )
 
     def _copies(self, device: Ints, versions: Ints, filled: Any) -> Ints:
-        """For each of some device pages the host page that is a copy of it, or -1."""
+        """Returns, for each of some device pages, the host page that is a copy of it, or -1."""
         hosts = self._copy_on_host[device]
         alike = (self._source[hosts] == device) & (self._versions[hosts] == versions)
         alike &= self.pool.is_kept(hosts) & (self.pool.filled[hosts] >= filled)
         return np.where((hosts >= 0) & alike, hosts, -1)
 
     def _take(self, segments: Ints) -> Ints:
-        """Takes a host page from each of some segments."""
+        """Takes a host page from each of these segments."""
         taken = np.empty_like(segments)
         asked = [(s, int(n)) for s, n in enumerate(np.bincount(segments)) if n]
         for (segment, _), pages in zip(asked, self.pool.take(0, asked)[1]):
@@ -160,7 +160,7 @@ class HostPages:
         return taken
 
     def fill(self, records: Iterable[Recycled], hosts: Ints) -> None:
-        """Keeps what is known of pages that were copied to new host pages, and lists them."""
+        """Keeps the records of pages that were copied to host pages, and makes these findable."""
         for page, host in zip(records, hosts.tolist()):
             self._bind(host, page.page, page.version)
             self.pool.filled[host] = page.filled
@@ -179,7 +179,7 @@ class HostPages:
     # ------------------------------------------------------------------ and come back
 
     def incoming(self, row: int, offloaded: OffloadedSequence) -> Incoming:
-        """The sequence as `restore.take_pages` wants it: which pages the device still has."""
+        """Returns the sequence for `restore.take_pages`, with the pages that the device has."""
         tables, complete = self._tables, offloaded.tokens.size // self._tables.page_size
         shared, content = [], []
         for columns, hosts in zip(offloaded.columns, offloaded.pages):
@@ -193,16 +193,16 @@ class HostPages:
 
     def came_back(self, page: int, host: int) -> None:
         """Remembers that a device page was filled from a host page, so that others share it."""
-        # A page that got only the beginning of a host page is going to differ from it.
+        # A page that got only the beginning of a host page will differ from it later.
         if self._tables.pool.filled[page] >= self.pool.filled[host]:
             self._bind(host, page, int(self._tables.pool.version[page]))
 
     # ------------------------------------------------------------------ prefixes
 
     def rescue(self, pages: Sequence[Recycled]) -> tuple[list[Recycled], Ints]:
-        """Host pages for cached device pages that are about to be reused.
+        """Takes host pages for cached device pages that are about to be reused.
 
-        Pages with a copy on the host need none. Where there is too little room, the beginning of a
+        Pages with a copy on the host need none. If there is too little room, the beginning of a
         text is rescued rather than its end.
 
         Returns:
@@ -217,7 +217,7 @@ class HostPages:
                 copies[i] = found
         known = np.unique(copies[copies >= 0])
         self.pool.share(known)
-        self.pool.drop(known)  # used just now: last to go
+        self.pool.drop(known)  # most recently used, so reused last
         chosen: list[Recycled] = []
         room = self.pool.num_free + self.pool.num_cached
         for i in reversed(range(len(pages))):  # the beginning of a text is reused last
@@ -232,7 +232,7 @@ class HostPages:
         self.pool.drop(hosts)
 
     def match(self, chain: Chain, tokens: Tokens) -> Match:
-        """The longest prefix of `tokens` found here."""
+        """Finds the longest prefix of `tokens` in host pages."""
         return self.index.match(chain, tokens, self.pool.filled)
 
     def clear(self) -> None:
@@ -243,7 +243,7 @@ class HostPages:
     # ------------------------------------------------------------------ explain
 
     def count_owned(self) -> Ints:
-        """How many pages of every segment offloaded sequences own."""
+        """Counts the pages of every segment that offloaded sequences own."""
         return self.pool.num_pages - self.pool.num_free - self.pool.num_cached
 
     def check(self, offloaded: Iterable[OffloadedSequence]) -> None:

@@ -1,4 +1,4 @@
-"""Recurrent states in host memory: one copy of each, however many offloaded sequences share it."""
+"""Recurrent states in host memory: offloaded sequences that share a state share its copy."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from pagedkv.storage.states import StateStorage
 class HostStates:
     """States of offloaded sequences.
 
-    A sequence comes back with the very bits that left: a state that is still on the device is
-    shared there, by its version, any other is copied to a slot that its owners share.
+    A sequence comes back with the same bits: a state that is still on the device, with the same
+    version, is shared there; any other state is copied to a slot, which its owners share.
     """
 
     def __init__(self, slots: StateSlots, storage: StateStorage) -> None:
         self._slots, self._storage = slots, storage
-        self._versions: dict[int, int] = {}  # of each row's state, -1 for none
-        self._promised: dict[int, bool] = {}  # by row, whether it had a slot promised
+        self._versions: dict[int, int] = {}  # by row, its state's version; -1: none
+        self._promised: dict[int, bool] = {}  # by row: had it a promised slot?
         self._bytes: dict[int, list[Tensor]] = {}  # by version
 
     def leave(self, rows: Sequence[int]) -> None:
-        """Copies the states of sequences; they keep their slots as yet."""
+        """Copies the states of sequences, which still keep their slots."""
         slots = self._slots.slot[list(rows)]
         versions = np.where(slots < 0, -1, self._slots.pool.version[slots])
         copied = {
@@ -43,7 +43,7 @@ class HostStates:
         """Raises `OutOfPagesError` unless all of these sequences can come back together.
 
         Args:
-            promise: whether all of them have a slot promised then, not only those that had.
+            promise: whether all of them get a promised slot, or only those that had one.
         """
         self._slots.require_return("restore", *self._of(rows, promise))
 
@@ -57,7 +57,7 @@ class HostStates:
             raise
 
     def forget(self, row: int) -> None:
-        """Forgets the copy of a sequence that came back or is freed."""
+        """Forgets a sequence that came back or is freed, and its copy if no other shares it."""
         version = self._versions.pop(row)
         del self._promised[row]
         if version not in self._versions.values():

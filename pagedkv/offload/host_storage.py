@@ -1,11 +1,11 @@
 """Pages in host memory, and the copies between them and a device.
 
 A host page is one run of bytes for each part of a page, all layers together, in memory that is
-taken when it is first needed: pinned where the device is a card, plain elsewhere. On a card copies
-run on a stream of their own. That stream waits for the work that was asked for before a copy, and
-the work that follows waits for as much of the copy as it depends on: pages that were copied out may
-be overwritten once they are read, pages that were copied in may be read once they are written.
-Copies of one cache follow each other, so a host page can be given to another use at once.
+taken when it is first needed: pinned if the device is a card, else plain. On a card copies run on
+their own stream. This stream waits for work that was launched before the copy, and later work waits
+only for the part of the copy that it depends on: pages that were copied out may be overwritten once
+they are read, pages that were copied in may be read once they are written. Copies of one cache
+follow each other, so a host page can be reused at once.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from pagedkv.storage.dense import DenseStorage
 
 from .rate import Rate
 
-# Bytes of device memory that a copy may borrow, in a cache that may have taken nearly all there is.
-# The number was not tuned: at 25 GB/s a chunk takes some 3 ms, hundreds of times what its calls do.
+# Bytes of device memory that a copy may borrow: the cache may have taken nearly all memory. The
+# number was not tuned: at 25 GB/s a chunk takes some 3 ms, hundreds of times as long as its calls.
 CHUNK = 64 << 20
 
 
@@ -54,7 +54,7 @@ class HostStorage:
         """Takes the memory of all host pages now.
 
         Raises:
-            MemoryError: there is none.
+            MemoryError: there is too little.
         """
         for group, kinds in enumerate(self._num_pages):
             for kind in range(len(kinds)):
@@ -99,18 +99,18 @@ class HostStorage:
             self._current().wait_stream(self._stream)
 
     def _slab(self, group: int, kind: int) -> dict[str, Tensor]:
-        """Host pages by part, `[H, L, ...]`."""
+        """Returns the host pages by part, `[H, L, ...]`; allocates them at first."""
         if (group, kind) not in self._slabs:
             count, slabs = self._num_pages[group][kind], {}
             layout = self._storage.layout(group, kind, 1, self._storage.page_size)
             try:
-                with torch.inference_mode(False):  # it lasts, so it must be usable outside of it
+                with torch.inference_mode(False):  # must be usable outside of it, too
                     for name, (dtype, (layers, _, *rest)) in layout.items():
                         shape = (count, layers, *rest)
                         slabs[name] = torch.empty(
                             shape, dtype=dtype, device="cpu", pin_memory=self._on_card
                         )
-            except RuntimeError as error:  # torch raises this where memory runs out
+            except RuntimeError as error:  # torch raises this if memory runs out
                 raise MemoryError(f"host_tokens: {error}") from error
             self._slabs[group, kind] = slabs
         return self._slabs[group, kind]
@@ -120,19 +120,19 @@ class HostStorage:
         return (slice(at, at + step) for at in range(0, count, step))
 
     def _copying(self) -> Any:
-        """A context in which work goes to the copy stream, behind all work asked for so far."""
+        """Returns a context whose work runs on the copy stream, behind all work launched so far."""
         if not self._on_card:
             return nullcontext()
         self._stream.wait_stream(self._current())
         return torch.cuda.stream(self._stream)
 
     def _current(self) -> Any:
-        """The stream the caller works on."""
+        """Returns the stream that the caller works on."""
         return torch.cuda.current_stream(self._storage.device) if self._on_card else None
 
 
 def _runs(hosts: Ints) -> Iterator[tuple[slice, slice]]:
-    """Runs of neighbouring host pages: the slice of their ids, and their slice of `hosts`."""
+    """Yields runs of neighbouring host pages: the slice of their ids, their slice of `hosts`."""
     ends = np.flatnonzero(np.diff(hosts, append=-2) != 1) + 1
     begin = 0
     for end in ends.tolist():

@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
-# The weight of older measurements beside a new one. With 0.8 half of a rate comes from the last
-# three: one slow copy does not turn a decision, and a change of load is seen within a few. The
-# number was chosen, not tuned.
+# The weight of older measurements beside a new one. With 0.8 the last three make half of a rate:
+# one slow copy does not turn a decision, and a few show a change of load. The number was chosen,
+# not tuned.
 FADE = 0.8
 
 
@@ -20,7 +20,7 @@ class Rate:
     """Work and the time it took; older measurements fade.
 
     Args:
-        on_card: whether the current CUDA stream does the work, later than it is asked for.
+        on_card: whether the current CUDA stream does the work, after the call that launches it.
     """
 
     def __init__(self, on_card: bool = False) -> None:
@@ -47,7 +47,7 @@ class Rate:
         self._under_way.append((work, begin, end))
 
     def seconds(self, work: float) -> float | None:
-        """How long `work` would take; None if nothing was measured yet."""
+        """Estimates how long `work` takes; None if nothing was measured yet."""
         while self._under_way and self._under_way[0][2].query():
             work_done, begin, end = self._under_way.popleft()
             self.add(work_done, begin.elapsed_time(end) / 1000)

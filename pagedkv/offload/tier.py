@@ -1,9 +1,8 @@
 """The host tier of a cache: sequences and prefixes that leave the device and come back.
 
 `host_pages.py` decides, `host_storage.py` copies pages, `host_states.py` keeps recurrent states;
-this file joins them. A restored sequence has bit
-for bit the pages that left: it shares a page on the device only if that is the page its host page
-was copied from.
+this file joins them. A restored sequence has the same bits in its pages as before: it shares a page
+on the device only if its host page is a copy of that page.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ class HostTier:
         self.states: HostStates | None = None
         if tables.states is not None and states is not None:
             self.states = HostStates(tables.states, states)
-        self._marks: dict[int, Marks | None] = {}  # by row, of all pages of all groups
+        self._marks: dict[int, Marks | None] = {}  # by row, for all its pages
         groups = range(len(config.groups))
         counts = [config.num_host_pages(group) for group in groups]
         self.storage = HostStorage(storage, counts)
@@ -66,15 +65,15 @@ class HostTier:
         self.pages = HostPages(tables, [count for both in counts for count in both])
         self._reused: list[Recycled] = []  # device pages whose prefix is about to be lost
         if self.states is None:
-            # Not by this tier: without a circle a cache gives its memory back when it is dropped.
+            # No reference to this tier: a cycle would keep the memory of a cache that is dropped.
             tables.pool.before_reuse = partial(_note_reused, self._reused, tables.index)
         self._may_lose: Any = MemoryError
 
     def take_memory(self) -> None:
-        """Takes all host memory now; want of memory is an error from then on, never a lost prefix.
+        """Takes all host memory now; from then on a lack of memory raises and loses no prefix.
 
         Raises:
-            MemoryError: there is none.
+            MemoryError: there is too little.
         """
         self.storage.take()
         self._may_lose = ()
@@ -113,8 +112,8 @@ class HostTier:
         """Brings sequences back, bit for bit.
 
         Args:
-            max_tokens: tokens that pages are set aside for in each sequence; by default the
-                reservation that it had when it left.
+            max_tokens: for how many tokens each sequence gets reserved pages; by default for as
+                many as before it left.
 
         Raises:
             OutOfPagesError: not all of them fit; nothing was changed.
@@ -135,24 +134,24 @@ class HostTier:
             self._end(row)
 
     def counts(self) -> tuple[int, int, int]:
-        """Pages of offloaded sequences, their bytes and those of states, pages of prefixes."""
+        """Counts pages of offloaded sequences, their bytes with states, and pages of prefixes."""
         owned, kinds = self.pages.count_owned(), self._tables.kinds
         sizes = [self.storage.page_bytes(*divmod(s, kinds)) for s in range(owned.size)]
         nbytes = int(owned @ sizes) + (0 if self.states is None else self.states.nbytes)
         return int(owned.sum()), nbytes, int(self.pages.pool.num_cached.sum())
 
     def page_counts(self) -> list[int]:
-        """Pages of offloaded sequences, and pages of prefixes."""
+        """Counts pages of offloaded sequences, and pages of prefixes."""
         return [int(self.pages.count_owned().sum()), int(self.pages.pool.num_cached.sum())]
 
     def check(self) -> None:
-        """Raises `CorruptCacheError` if what is kept contradicts itself."""
+        """Raises `CorruptCacheError` if the records of the tier contradict each other."""
         self.pages.check(self._tables.offloaded.values())
         if self.states is not None:
             self.states.check(list(self._tables.offloaded))
 
     def seconds(self, row: int) -> float | None:
-        """How long it takes to copy a sequence out and in again; None if no copy was measured."""
+        """Estimates how long copying a sequence out and in takes; None before the first copy."""
         tables, size = self._tables, self._state_bytes
         for group in range(len(tables.windows)):
             pages = restore.stored(tables, group, row)
@@ -179,10 +178,10 @@ class HostTier:
         """Gives texts their pages, filled from the host.
 
         Args:
-            hosts: by text and group, the host page of each stored page; read where the page is not
-                on the device any more.
+            hosts: by text and group, the host page of each stored page; read if the page is no
+                longer on the device.
             what: the call, for the error.
-            promise: whether state slots are promised to all texts, not only to those that had one.
+            promise: whether all texts get a promised state slot, or only those that had one.
         """
         tables = self._tables
         restored = restore.take_pages(tables, texts, what)
@@ -213,8 +212,8 @@ class HostTier:
     def rescue(self) -> None:
         """Copies the contents of cached pages that are about to be reused, before the next write.
 
-        A prefix is kept only if it can be: where there is no memory for it, it is lost. So is that
-        of a model with states, which would be found without its state.
+        If there is no memory for a prefix, it is lost. Prefixes of models with states are always
+        lost, because a prompt would find them without their state.
         """
         reused = self._reused[:]
         self._reused.clear()
@@ -229,10 +228,10 @@ class HostTier:
             self.pages.drop_rescued(hosts)
 
     def extend(self, row: int, tokens: Tokens) -> bool:
-        """Brings back pages of a new sequence's prompt that follow those found on the device.
+        """Brings back pages of a new sequence's prompt that follow the pages found on the device.
 
         Returns:
-            Whether there were any; never where a model has states, which are not kept here.
+            Whether there were any; always False for models with states, which are not kept here.
         """
         if self.states is not None:
             return False
@@ -261,7 +260,7 @@ class HostTier:
             self.pages.pool.drop(pinned)
 
     def _fits(self, row: int, length: int, hosts: Ints) -> bool:
-        """Whether a text of `length` tokens has room that is promised to no other sequence."""
+        """Whether a text of `length` tokens fits into pages not promised to other sequences."""
         tables, reserved = self._tables, self._tables.reservations
         rest = reserved.owed(reserved.limit[row], tables.counted(length))
         covered = max(0, int(reserved.promise[row] - rest)) * reserved.binding
@@ -271,10 +270,10 @@ class HostTier:
     def _incoming(
         self, row: int, tokens: Tokens, full: int, match: Ints
     ) -> tuple[Incoming, list[Ints]]:
-        """The sequence as it is going to be: its complete pages on the device, then host pages.
+        """Joins a sequence's complete pages on the device and the host pages behind them.
 
         Returns:
-            The sequence as `restore.take_pages` wants it, and its host pages by group.
+            The sequence for `restore.take_pages`, and its host pages by group.
         """
         tables, columns, kinds, shared, hosts = self._tables, [], [], [], []
         end = -(-tokens.size // tables.page_size)
