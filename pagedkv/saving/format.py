@@ -1,15 +1,15 @@
 """The file of a saved sequence: safetensors, one checksum over every byte, never pickle.
 
-It is written and read here, so that a full disk is an OSError, a header that contradicts itself a
-`CorruptFileError`, and nothing is copied on the way.
+This module writes and reads it itself, so that a full disk raises OSError, a header that
+contradicts itself raises `CorruptFileError`, and nothing is copied on the way.
 
-The header's one entry is JSON under `MARK`. Its `sha256` is that of the whole file with those 64
-digits written as zeros, in every version of the format: damage is told before anything is believed.
+The header's one entry is JSON under `MARK`. In every version of the format its `sha256` is that of
+the whole file with these 64 digits written as zeros, and it is checked before anything is used.
 It shows damage, not forgery: a program that can write the file can write its checksum. A file is
-read into memory once and checked there, so what was checked is what is used.
+read into memory once and checked there, so exactly the checked bytes are used.
 
-A file appears whole or not at all. It is written beside its place, flushed to the disk, then moved
-there; a kill in between leaves the old file, and at most a `.tmp` that nobody reads.
+A file appears whole or not at all. It is written under another name, flushed to the disk, then
+renamed; a kill in between leaves the old file, and at most a `.tmp` that nobody reads.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from pagedkv.errors import CorruptFileError, ForeignFileError, NewerFileError
 
 MARK = "pagedkv.sequence"
 VERSION = 2
-WITHOUT_STATES = 1  # of files without recurrent states: older programs read these, too
-START = 1024  # bytes of a file that hold `MARK`, which is written before all else
-LONGEST = 1 << 24  # bytes of a header
+WITHOUT_STATES = 1  # version of files without recurrent states, which older programs read, too
+START = 1024  # the first bytes of a file, which hold `MARK`
+LONGEST = 1 << 24  # bytes of a header at most
 NO_DIGEST = "0" * 64
 DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
@@ -50,17 +50,17 @@ def write(
     tensors: dict[str, Tensor],
     version: int | None = None,
 ) -> None:
-    """Puts a file in place of one that was there, readable by its owner alone.
+    """Writes or replaces a file, which only its owner can read.
 
     A link is followed: the file that it names is replaced.
 
     Args:
         header: JSON values by name, without `sha256` and `version`.
         tensors: contiguous, in host memory.
-        version: of the format; default the newest.
+        version: version of the format; default the newest.
 
     Raises:
-        OSError: it cannot be written there; a file that was there is as it was.
+        OSError: the file cannot be written; an older file stays as it was.
     """
     path = Path(os.path.realpath(path))
     if path.exists() and not path.is_file():
@@ -86,7 +86,7 @@ def fill(
     tensors: dict[str, Tensor],
     version: int | None = None,
 ) -> None:
-    """Writes what `read` reads into an empty file; arguments as for `write`."""
+    """Writes a file for `read` into an empty file; arguments as for `write`."""
     start = {"sha256": NO_DIGEST, "version": version or VERSION}
     text = _header_text({**start, **header}, tensors)
     digest = sha256()
@@ -100,19 +100,19 @@ def fill(
 
 
 def read(path: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Header and tensors of a file that is as it was written.
+    """Reads and verifies a file; returns its header and tensors.
 
     Raises:
-        CorruptFileError, ForeignFileError, NewerFileError: it is not.
+        CorruptFileError, ForeignFileError, NewerFileError: it is not as `write` wrote it.
     """
     with open(path, "rb", opener=_without_waiting) as file:
         found = os.fstat(file.fileno())
         size, start = found.st_size, file.read(START) if stat.S_ISREG(found.st_mode) else b""
-        if not _is_ours(start):  # perhaps many gigabytes of something else
+        if not _is_ours(start):  # it may be many gigabytes of something else
             raise ForeignFileError(f"{path}: expected a sequence that PagedKVCache.save wrote")
         file.seek(8)
         text = file.read(min(LONGEST, int.from_bytes(start[:8], "little")))
-        if size != 8 + len(text) + _bytes_said(text):  # perhaps a terabyte of nothing behind it
+        if size != 8 + len(text) + _bytes_said(text):  # it may have a terabyte of holes
             raise CorruptFileError(f"{path}: its {size:,} bytes are not those of its header")
         file.seek(0)
         data = bytearray(size)
@@ -125,7 +125,7 @@ def read(path: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str, Tensor
 
 
 def verify(data: bytes | bytearray, name: str = "file") -> dict[str, Any]:
-    """The header of a saved sequence, once every byte of the file has been checked."""
+    """Checks every byte of a saved sequence and returns its header."""
     end = 8 + int.from_bytes(data[:8], "little")
     header = _header(data[8:end])
     if header is None:
@@ -146,12 +146,12 @@ def verify(data: bytes | bytearray, name: str = "file") -> dict[str, Any]:
 
 
 def _without_waiting(path: str, flags: int) -> int:
-    """Opens a file, or a pipe whether or not somebody writes to it."""
+    """Opens a file or a pipe without waiting for a writer."""
     return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
 
 
 def _bytes_said(text: bytes) -> int:
-    """The bytes behind a header, as it says; -1 where it is damaged."""
+    """Returns how many bytes a header says are behind it; -1 if it is damaged."""
     try:
         entries = [x for name, x in json.loads(text).items() if name != "__metadata__"]
         return max((int(entry["data_offsets"][1]) for entry in entries), default=0)
@@ -182,7 +182,7 @@ def _digest(data: bytes | bytearray, digest: str) -> str:
 
 def _header_text(header: dict[str, Any], tensors: dict[str, Tensor]) -> bytes:
     """Returns the text that stands before the tensors, behind its own length."""
-    # A configuration may have numbers of numpy's.
+    # A configuration may have numpy numbers.
     entries: dict[str, Any] = {"__metadata__": {MARK: json.dumps(header, default=index)}}
     end = 0
     for name, tensor in _in_order(tensors):
@@ -194,15 +194,15 @@ def _header_text(header: dict[str, Any], tensors: dict[str, Tensor]) -> bytes:
 
 
 def _in_order(tensors: dict[str, Tensor]) -> list[tuple[str, Tensor]]:
-    """Large elements first: each tensor then begins at a multiple of its elements' size."""
+    """Sorts tensors by element size, so that each begins at a multiple of its element size."""
     return sorted(tensors.items(), key=lambda item: (-item[1].itemsize, item[0]))
 
 
 def _tensors(data: bytearray) -> dict[str, Tensor]:
-    """The tensors of a file, as views of its bytes.
+    """Returns the tensors of a file, as views of its bytes.
 
     Raises:
-        LookupError, TypeError, ValueError, RuntimeError: the header says what cannot be.
+        LookupError, TypeError, ValueError, RuntimeError: the header contradicts itself.
     """
     begin = 8 + int.from_bytes(data[:8], "little")
     tensors = {}
@@ -224,7 +224,7 @@ def _tensors(data: bytearray) -> dict[str, Tensor]:
 
 
 def _flush_folder(folder: Path) -> None:
-    """Makes a rename last, where folders can be flushed."""
+    """Flushes a folder, so that a rename in it lasts; does nothing if it cannot be flushed."""
     with suppress(OSError):
         handle = os.open(folder, os.O_RDONLY)
         try:

@@ -26,24 +26,24 @@ from . import state
 
 ByKind = dict[
     int, tuple[Ints, Parts]
-]  # by kind of page, table columns and the bytes of their pages
+]  # by kind of page: table columns, and the bytes of their pages
 
 
-# What fingerprints of models are made of. Those of 1 had no configuration and no buffers in them.
+# Version of the model fingerprints. Version 1 covered neither the configuration nor buffers.
 FINGERPRINTS = 2
 OLDER = ", a fingerprint as an older pagedkv made them: compute the text anew"
 
 
 class Saved(NamedTuple):
-    """A file's sequence, held against a cache's configuration and laid out in its pages.
+    """A file's sequence, checked against a cache's configuration and laid out in its page size.
 
     Attributes:
         tokens: `[length]` ids; all -1 if the file has none.
         pending: prompt ids that were not computed.
         pages, statics: by group.
         state: the tensors of all state layers, in order; none for a text without tokens.
-        before: of a piece, its first column: pages before it are the cache's own. None for a whole
-            text.
+        before: for a piece, its first column: the cache itself has the pages before it. None for a
+            whole text.
     """
 
     tokens: Tokens
@@ -55,11 +55,11 @@ class Saved(NamedTuple):
 
 
 class Found:
-    """The contents of a file, to be held against a cache.
+    """The contents of a file, to be checked against a cache.
 
     Args:
-        name: of the file, for errors.
-        storage, config: of the cache.
+        name: the file's name, for errors.
+        storage, config: the cache's storage and configuration.
     """
 
     def __init__(
@@ -101,10 +101,10 @@ class Found:
         return Saved(tokens, pending, pages, statics, states)
 
     def piece(self, key: bytes, tokens: Tokens, first: int, with_state: bool) -> Saved:
-        """Holds a piece, `pieces.take_out`, against the one that is expected.
+        """Checks that the file has the expected piece, as `pieces.take_out` made it.
 
         Args:
-            key: of the piece, which the file has in place of a model's fingerprint.
+            key: the key of the piece, which the file has in place of a model's fingerprint.
             tokens: the text up to the end of the piece.
             first: the piece's first column.
             with_state: whether it has the recurrent state at its end.
@@ -129,7 +129,7 @@ class Found:
 
     @contextmanager
     def _believed(self) -> Iterator[None]:
-        """Turns what a file that contradicts itself leads to into a CorruptFileError."""
+        """Turns errors that a self-contradicting file causes into a CorruptFileError."""
         try:
             yield
         except PagedKVError:
@@ -143,10 +143,10 @@ class Found:
         return f"{self._name}: pages of {self._size} cannot become pages of {ours}"
 
     def _read_size(self, fingerprint: bytes, what: str = "") -> None:
-        """Reads tokens of the text and of a page, if it is a text of this cache's model.
+        """Reads the lengths of the text and of a page; raises if model or shape differ.
 
         Args:
-            what: what is known of the file's fingerprint where it is another one.
+            what: added to the error if the file has another fingerprint.
         """
         header, name = self.header, self._name
         if header["model"] != fingerprint.hex():
@@ -172,7 +172,7 @@ class Found:
             )
 
     def _groups(self) -> tuple[list[Parts], list[ByKind]]:
-        """Static scales and pages of each group, as the file has them."""
+        """Returns the static scales and the pages of each group, as the file has them."""
         groups = range(len(self._config.groups))
         statics = [self._statics(group) for group in groups]
         return statics, [self._stored(group) for group in groups]
@@ -186,14 +186,14 @@ class Found:
         return found
 
     def _state(self, expected: bool) -> list[Tensor]:
-        """The tensors of all state layers, in order; there are none where none is expected."""
+        """Returns the tensors of all state layers, in order; none if none is expected."""
         layouts = state.layouts(self._config) if expected else {}
         found = state.found(self._tensors)
         _require_layout(found, layouts)
         return [found[name] for name in layouts]
 
     def _stored(self, group: int) -> ByKind:
-        """By kind the columns a file has of a group and their bytes, in the file's pages."""
+        """Returns a group's columns in the file and their bytes, by kind, in the file's pages."""
         length, size = self._length, self._size
         parts: dict[int, Parts] = {}
         for name, tensor in self._tensors.items():
@@ -218,7 +218,7 @@ class Found:
         return found
 
     def _laid(self, group: int, pages: ByKind) -> ByKind:
-        """The pages that the cache keeps of a group, in its size."""
+        """Returns the pages of a group that the cache keeps, in the cache's page size."""
         config, length, size = self._config, self._length, self._size
         window, ours, columns = config.groups[group].window, config.page_size, columns_of(pages)
         end = -(-length // size)
@@ -258,7 +258,7 @@ def _require(good: bool, what: str) -> None:
 def _ids(tensors: dict[str, Tensor], name: str, default: Tokens) -> Tokens:
     if name not in tensors:
         return default
-    ids = tensors[name].numpy().copy()  # not a view that keeps the whole file
+    ids = tensors[name].numpy().copy()  # a view would keep the whole file
     _require(ids.dtype == np.int32 and ids.ndim == 1 and bool((ids >= 0).all()), f"{name}: no ids")
     return ids
 
@@ -273,18 +273,18 @@ def _require_layout(parts: Parts, expected: dict[str, tuple[torch.dtype, list[in
 
 
 def columns_of(pages: ByKind) -> Ints:
-    """`[n]`, all of them, ascending."""
+    """Returns the columns of all kinds, ascending: `[n]`."""
     return np.sort(np.concatenate([np.empty(0, np.int64), *(at for at, _ in pages.values())]))
 
 
 def _from(first: int, columns: Ints, parts: Parts) -> tuple[Ints, Parts]:
-    """Pages from a column on."""
+    """Returns the pages from a column on."""
     kept = columns >= first
     return columns[kept], {name: x[:, torch.from_numpy(kept)] for name, x in parts.items()}
 
 
 def shape_of(config: CacheConfig) -> dict[str, Any]:
-    """Returns what caches that hold the same bytes have in common, as JSON gives it back."""
+    """Returns the facts that two caches must share to hold the same bytes, as JSON values."""
     return {
         "num_layers": config.num_layers,
         "num_kv_heads": config.num_kv_heads,
@@ -297,7 +297,7 @@ def shape_of(config: CacheConfig) -> dict[str, Any]:
 
 
 def _group(config: CacheConfig, index: int) -> list[Any]:
-    """Layers and window of a group, and its shape where it is not that of all."""
+    """Returns a group's layers and window, and its shape if it differs from the cache's."""
     group, shape = config.groups[index], config.shapes[index]
     said: list[Any] = [list(group.layers), group.window]
     if group.chunked:

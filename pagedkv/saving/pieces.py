@@ -1,8 +1,8 @@
 """A piece of a text as a file: pages, found by a hash of all ids up to their end.
 
-A piece holds no ids and no salt: its key covers both, and who looks for it has them. Pieces have
-one number of complete pages. A piece that ends in a recurrent state is shorter, perhaps without a
-page: it begins behind the last of those, and ends at the length of its state.
+A piece holds no ids and no salt: its key covers both, and the reader knows them. All pieces have
+the same number of complete pages. Only a piece that ends in a recurrent state is shorter, perhaps
+without a page: it begins behind the last whole piece, and ends at the length of its state.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from . import format as files
 from . import sequence
 from .match import shape_of
 
-TOKENS = 128  # of a piece, rounded up to whole pages
-FORMAT = 1  # of pieces: a cache finds those of this format alone
-STATE = b"state"  # no key of a piece is hashed from as many bytes as that of one with a state
+TOKENS = 128  # tokens of a piece, rounded up to whole pages
+FORMAT = 1  # format of pieces: a cache finds only pieces of this format
+STATE = b"state"  # five bytes: keys with a state hash odd counts of bytes, all others even ones
 
 
 def columns_of_piece(config: CacheConfig) -> int:
-    """Pages of a piece."""
+    """Returns how many pages a piece has."""
     return -(-TOKENS // config.page_size)
 
 
 def root(weights: bytes, config: CacheConfig, salt: bytes) -> bytes:
-    """The key before the first piece: of all that K and V depend on, besides the ids.
+    """Returns the key before the first piece: a hash of all that K and V depend on but the ids.
 
     Args:
-        weights: what tells the model's weights from others.
+        weights: the fingerprint of the model's weights.
     """
     facts = [FORMAT, files.VERSION, config.page_size, config.read_tokens, shape_of(config)]
     digest = sha256(json.dumps(facts, default=int).encode())
@@ -48,11 +48,11 @@ def root(weights: bytes, config: CacheConfig, salt: bytes) -> bytes:
 
 
 def state_keys(chain: Chain, key: bytes, number: int, behind: Tokens) -> list[bytes]:
-    """The keys of states behind the first pieces of a text: after none of the ids there, one, ...
+    """Returns keys of states behind a text's first pieces: after 0, 1, ... of the ids `behind`.
 
     Args:
-        chain: of the keys of pieces.
-        key: of the piece before; `number` are before.
+        chain: the chain of the keys of pieces.
+        key: the key of the last of these pieces; there are `number` of them.
     """
     found = [sha256(STATE + key).digest()]
     digest = sha256(STATE + sha256(chain.before(key, number)).digest())
@@ -70,12 +70,12 @@ def take_out(
     pages: Ints,
     length: int,
 ) -> tuple[dict[str, Any], dict[str, Tensor]] | None:
-    """Header and tensors of a piece whose pages are findable; None if some are not there.
+    """Returns the header and tensors of a piece; None if some of its pages are not findable.
 
-    Of a layer group with a window it has the pages that are there, perhaps none.
+    In layer groups with a window pages may be missing, even all of them.
 
     Args:
-        pages: `[groups, n]`, the piece's pages, -1 where there is none.
+        pages: `[groups, n]`, the piece's pages; -1 if missing.
         length: tokens of the text up to the end of the piece.
     """
     tensors: dict[str, Tensor] = {}

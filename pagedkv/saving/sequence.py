@@ -1,9 +1,9 @@
-"""Sequences to files and back: what of a cache a file holds; `match.py` says what of a file fits.
+"""Saves sequences to files and loads them; `match.py` checks that a file fits a cache.
 
 A file has the K and V of the stored pages, the ids of the tokens if the sequence is findable by
-them, the recurrent state (`state.py`), and what tells whether another cache may take it. It does
-not have the salt: a salt separates tenants, and a reader of the file must not learn it.
-Loading says the salt anew.
+them, the recurrent state (`state.py`), and the facts by which another cache accepts or refuses it.
+It does not have the salt: a salt separates tenants, and a reader of the file must not learn it.
+The caller of `load` gives the salt anew.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def save(
     row: int,
     path: str | os.PathLike[str],
 ) -> None:
-    """Writes a sequence's committed state, computed with the model of that fingerprint."""
+    """Writes a sequence's committed tokens, K and V; `fingerprint` is that of its model."""
     length, size = int(tables.lengths[row]), tables.page_size
     tokens = arrive.text_of(tables, row)
     tensors: dict[str, Tensor] = {}
@@ -66,22 +66,22 @@ def save(
 def take_out(
     tables: PageTables, storage: Storage, group: int, pages: Ints, columns: Ints, tail: int = 0
 ) -> dict[str, Tensor]:
-    """The tensors of some pages of a group, and of all of it, by their names in a file.
+    """Returns the tensors of some pages of a group, and its static scales, by names in a file.
 
     Args:
-        columns: of the pages, ascending.
-        tail: tokens that the last of them has; 0 where it is full.
+        columns: the columns of the pages, ascending.
+        tail: how many tokens the last page has; 0 if it is full.
     """
     tensors: dict[str, Tensor] = {}
     base = int(tables.base[group])
     kinds = tables.kinds_of(group, pages)
-    if tail and tables.staged:  # a page coded as a whole may hold tokens of others
+    if tail and tables.staged:  # a coded page may hold later tokens of other texts
         kinds[-1:] = 1
     for kind in np.unique(kinds).tolist():
         mine = kinds == kind
         parts = storage.take_out(group, pages[mine] - base, kind)
         if tail and mine[-1]:
-            storage.blank(parts, tail)  # another text may go on there
+            storage.blank(parts, tail)  # other texts may have later tokens there
         parts["positions"] = torch.from_numpy(columns[mine] * tables.page_size)
         tensors |= {f"{group}.{kind}.{name}": part.contiguous() for name, part in parts.items()}
     return tensors | {f"{group}.all.{name}": x for name, x in storage.statics(group).items()}
@@ -93,7 +93,7 @@ def take_out(
 def read(
     path: str | os.PathLike[str], storage: Storage, config: CacheConfig, fingerprint: bytes
 ) -> Saved:
-    """A file's sequence, if it is whole and fits a cache whose model has that fingerprint."""
+    """Reads a sequence; raises if it is damaged, or does not fit the cache or the fingerprint."""
     return Found(*files.read(path), str(path), storage, config).text(fingerprint)
 
 
@@ -106,10 +106,10 @@ def load(
     salt: Salt,
     rescue: Callable[[], None],
 ) -> int:
-    """Starts a sequence with what was read.
+    """Starts a sequence with the content of a file.
 
     Args:
-        rescue: called before pages that were taken are written.
+        rescue: called before the taken pages are written.
     """
     seq = sequences.add(tables, None, salt=salt)
     row = tables.row_of(seq)
@@ -132,7 +132,7 @@ def load(
             raise
     except BaseException:
         sequences.free(tables, [seq])
-        tables.take_back_name(seq)  # a load that failed changed nothing, as a trace has it
+        tables.take_back_name(seq)  # a trace says that a failed load changed nothing
         raise
     tables.ids_known[row] = named
     if named:
@@ -144,9 +144,9 @@ def load(
 
 
 def _text(tables: PageTables, row: int, saved: Saved, chain: list[bytes]) -> Incoming:
-    """Returns the pages that the row is going to have.
+    """Returns the pages that the row will have.
 
-    A piece shares the pages before it, and all that the cache has of it.
+    A piece shares the pages before it, and its own pages that the cache already has.
     """
     end = -(-saved.tokens.size // tables.page_size)
     columns, kinds, shared = [], [], []
@@ -156,10 +156,10 @@ def _text(tables: PageTables, row: int, saved: Saved, chain: list[bytes]) -> Inc
             kind[at] = number
         here = np.full(end, -1)
         if saved.before is not None:
-            # A page that is not complete is never shared.
+            # Only complete pages are shared.
             here[: len(chain) - 1] = tables.index.find_all(chain[1:])[group]
             kind = np.where(here >= 0, tables.kinds_of(group, here), kind)
-            if tables.windows[group] is not None:  # without a gap up to the end
+            if tables.windows[group] is not None:  # only pages behind the last gap
                 kind[: np.flatnonzero(np.append(-1, kind) < 0)[-1]] = -1
         mine = np.flatnonzero(kind >= 0)
         columns.append(mine)
@@ -170,7 +170,7 @@ def _text(tables: PageTables, row: int, saved: Saved, chain: list[bytes]) -> Inc
 
 
 def _fill(tables: PageTables, storage: Storage, row: int, saved: Saved, fresh: Ints) -> None:
-    """Puts a file's bytes into those of the row's pages that are fresh."""
+    """Puts a file's bytes into the row's fresh pages."""
     adopted = []
     for group, base in enumerate(tables.base[:-1].tolist()):
         pages = arrive.stored(tables, group, row)
@@ -188,7 +188,7 @@ def _fill(tables: PageTables, storage: Storage, row: int, saved: Saved, fresh: I
                 parts, statics = storage.adopt(group, parts, saved.statics[group])
                 adopted.append((group, statics, mine))
             storage.put_in(group, mine, parts, kind)
-    for group, statics, mine in adopted:  # once no group is refused any more
+    for group, statics, mine in adopted:  # only after every group was accepted
         storage.set_statics(group, statics)
         if statics:
             storage.bounds.update(group, mine)  # which are of numbers, not of their codes

@@ -1,4 +1,4 @@
-"""The recurrent state of a sequence in its file: a tensor of its own for each of a layer's."""
+"""The recurrent state of a sequence in its file, with a tensor for each tensor of each layer."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ Layouts = dict[str, tuple[torch.dtype, list[int]]]
 
 
 def shapes(config: CacheConfig) -> list[Any]:
-    """Shapes and dtypes of all state layers, as JSON gives them back."""
+    """Returns shapes and dtypes of all state layers, as JSON values."""
     return [[[list(size), dtype] for size, dtype in layer.tensors] for layer in config.states]
 
 
 def take_out(config: CacheConfig, storage: StateStorage, slot: int) -> dict[str, Tensor]:
-    """The tensors of one slot by their names in a file."""
+    """Returns the tensors of one slot by their names in a file."""
     return dict(zip(layouts(config), storage.take_out(slot)))
 
 
@@ -31,7 +31,7 @@ def found(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def put_in(slots: StateSlots, storage: StateStorage, row: int, tensors: list[Tensor]) -> None:
-    """Gives a row the state of a file, after `StateSlots.require_slot`."""
+    """Gives a row the state of a file; call `StateSlots.require_slot` first."""
     slot = slots.receive(row)
     try:
         storage.put_in(slot, tensors)
@@ -41,7 +41,7 @@ def put_in(slots: StateSlots, storage: StateStorage, row: int, tensors: list[Ten
 
 
 def layouts(config: CacheConfig) -> Layouts:
-    """The tensors of a state by their names in a file, all layers in order."""
+    """Returns dtypes and shapes of a state's tensors by their names in a file, in layer order."""
     return {
         f"state.{i}.{j}": (getattr(torch, dtype), list(size))
         for i, layer in enumerate(config.states)

@@ -1,9 +1,9 @@
-"""A folder of files that are found by keys: within limits, and for as many processes as like.
+"""A folder of files that are found by keys, within limits, for any number of processes.
 
 There is no index, no lock and no server. A file is written once, under a temporary name, and
-renamed to its key; when it was used last is its time of modification. It is not flushed to the
-disk: after a loss of power its checksum does not fit. What is damaged, gone or full costs work, not
-answers: it is told by a warning, and computed again.
+renamed to its key; its time of modification is the time of its last use. It is not flushed to the
+disk: after a loss of power its checksum does not fit. If a file is damaged or missing, or the
+folder is full, answers stay right: a warning tells it, and K and V are computed again.
 """
 
 from __future__ import annotations
@@ -28,30 +28,30 @@ from pagedkv.storage.memory import host_memory
 from . import format as files
 
 SUFFIX = ".safetensors"
-# Names that a store makes; whatever else lies in its folder is left alone.
+# Names that a store makes; it leaves all other files in its folder alone.
 OURS = re.compile(r"[0-9a-f]{64}" + re.escape(SUFFIX))
 BEGUN = re.compile(r"\.([0-9a-f]{16}|trial)\.[0-9a-f]{16}\.tmp")
 
-TRUSTED_S = 60.0  # seconds for which a file that was seen is taken to be there
+TRUSTED_S = 60.0  # seconds for which a file is believed to exist after it was seen
 RETRY_S = 60.0  # seconds after which a folder that could not be written is tried again
-LEFT_OVER_S = 3600.0  # seconds after which a temporary file is that of a process that was killed
-SHARE_OF_FIRST = 4  # one part in four of the limit is for prefixes asked for once only
+LEFT_OVER_S = 3600.0  # seconds after which a temporary file must be a killed process's
+SHARE_OF_FIRST = 4  # a quarter of the limit is for prefixes that only one prompt has had
 
 Found = TypeVar("Found")
 
 
 class PrefixStore:
-    """A folder in which prefixes last; given to caches as `prefix_store=`.
+    """A folder that keeps prefixes; caches take it as `prefix_store=`.
 
-    The folder is made if it is not there, for its owner alone. Caches and processes may share it.
+    If the folder does not exist, it is made for its owner alone. Caches and processes may share it.
 
     Args:
         folder: where the files are.
-        max_bytes: of all files together; the least recently used go first.
-        max_age: seconds after its last use for which a file is kept; None for ever.
+        max_bytes: the limit for all files together; the least recently used are removed first.
+        max_age: for how many seconds after its last use a file is kept; None for ever.
 
     Raises:
-        ValueError: the folder is none, or cannot be written.
+        ValueError: it is no folder, or cannot be written.
     """
 
     def __init__(
@@ -89,11 +89,11 @@ class PrefixStore:
         return str(self.folder)
 
     def path(self, key: bytes) -> Path:
-        """The file of a key."""
+        """Returns the path of a key's file."""
         return self.folder / f"{key.hex()}{SUFFIX}"
 
     def has(self, key: bytes) -> bool:
-        """Whether there is a file of a key that can be used."""
+        """Whether a key has a usable file."""
         now = time.monotonic()
         if now - self._seen.get(key, -math.inf) < TRUSTED_S:
             return True
@@ -106,7 +106,7 @@ class PrefixStore:
         return stat.S_ISREG(found.st_mode) and time.time() - found.st_mtime < self.max_age
 
     def use(self, keys: Sequence[bytes]) -> None:
-        """Marks files as used now, the first as the last that is to go: others need it."""
+        """Marks files as used now; the first is removed last, because the others need it."""
         now, latest = time.monotonic(), time.time_ns()
         if all(now - self._seen.get(key, -math.inf) < TRUSTED_S for key in keys):
             return
@@ -118,39 +118,39 @@ class PrefixStore:
     def read(self, key: bytes, use: Callable[..., Found]) -> Found | None:
         """Gives `use` a file's header, tensors and name; returns its result, None for a bad file.
 
-        A file that is not as it was written is told by a warning, once, and may be replaced.
+        A damaged file causes a warning, once, and may be replaced.
         """
         path = self.path(key)
         try:
-            with suppress(HostMemoryError), host_memory("add"):  # where it is short, it is computed
+            with suppress(HostMemoryError), host_memory("add"):  # if short, it is computed
                 return use(*files.read(path), str(path))
-        except FileNotFoundError:  # another process made room, perhaps of more than this one
+        except FileNotFoundError:  # another process made room and may have removed more
             self._seen.clear()
         except (OSError, PagedKVError) as error:
             self.pass_over(key, error)
         return None
 
     def pass_over(self, key: bytes, error: Exception) -> None:
-        """Treats a file as if it were not there, until it is replaced."""
+        """Ignores a file until it is replaced."""
         self._seen.pop(key, None)
         self._bad.add(key)
         self._warn(f"{self.path(key)} is passed over, what it held is computed again: {error}")
 
     def may_write_first(self) -> bool:
-        """Whether there is room left for prefixes that were asked for once only."""
+        """Whether there is room left for prefixes that only one prompt has had."""
         return self._first > 0 and self.may_write()
 
     def may_write(self) -> bool:
-        """Whether the folder could be written when it was last tried, or that is long ago."""
+        """Whether the last write to the folder succeeded, or was long ago."""
         return time.monotonic() >= self._closed_until
 
     def write(
         self, key: bytes, header: dict[str, Any], tensors: dict[str, Tensor], first: bool
     ) -> bool:
-        """Whether there is a file of a key now.
+        """Writes the file of a key; whether it exists now.
 
         Args:
-            first: whether nobody has asked for it a second time.
+            first: whether no second prompt has had the prefix yet.
         """
         name = self._beside(key.hex())
         try:
@@ -183,7 +183,7 @@ class PrefixStore:
     def _make_room(self, size: int) -> None:
         """Removes files that are too old, and the least recently used if there are too many bytes.
 
-        Other processes write as well, so bytes are counted anew now and then.
+        Other processes write as well, so bytes are recounted once a minute.
         """
         now = time.monotonic()
         if size <= self._room and now - self._counted < TRUSTED_S:
