@@ -1,7 +1,7 @@
-"""Writes down what changes in a cache's pages while it happens, as a trace.
+"""Writes every change of a cache's pages to a trace, while it happens.
 
-`recorder.py` is told of every call and asks the page books what changed, `lines.py` is the file.
-What reads a trace is a floor above, in `pagedkv/trace`.
+`recorder.py` learns of every call and asks the page tables what changed, `lines.py` writes the
+file. The code that reads traces is in `pagedkv/trace`.
 """
 
 from .recorder import Recorder as Recorder

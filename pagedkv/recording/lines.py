@@ -1,8 +1,8 @@
-"""A trace as a file: a line of JSON that says what is recorded, then one for each event.
+"""A trace as a file: a line of JSON that describes the cache, then one for each event.
 
-A line is written by one system call as its event ends, so a process that is killed leaves every
-event but perhaps half of the last one. A trace that cannot be written any more, because the disk is
-full, never ends the job it records: recording stops, with a warning, and what was written is good.
+One system call writes a line when its event ends, so a killed process leaves every event, except
+perhaps half of the last one. If a trace cannot be written any more, because the disk is full, the
+job goes on: recording stops with a warning, and the written lines stay valid.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ import numpy as np
 from pagedkv.errors import ForeignFileError
 
 FORMAT, VERSION = "pagedkv trace", 2
-LONGEST = 1 << 24  # bytes of a line, so that a reader need not take any line as a whole
+LONGEST = 1 << 24  # bytes of a line at most, so that a reader can refuse longer ones
 
 
 class TraceFile:
     """Appends events to a new trace.
 
     Attributes:
-        stopped: why nothing is recorded any more; empty while it is.
+        stopped: why recording stopped; empty while it goes on.
     """
 
     def __init__(self, path: str | os.PathLike[str], header: Mapping[str, object]) -> None:
@@ -39,7 +39,7 @@ class TraceFile:
         self.write({"format": FORMAT, "version": VERSION, **header})
 
     def write(self, event: dict[str, object]) -> None:
-        """Appends one event. A forked child records nothing: the file is its parent's."""
+        """Appends one event. A forked child writes nothing: the file belongs to its parent."""
         if self.stopped or os.getpid() != self._process:
             return
         if self._count >= 0:
@@ -56,7 +56,7 @@ class TraceFile:
         self._count += 1
 
     def stop(self, why: str) -> None:
-        """Records no more, and says so."""
+        """Stops recording, with a warning."""
         self.stopped = why
         warnings.warn(
             f"trace: {self.path} ends after {max(0, self._count)} events, the job goes on: {why}",
@@ -71,18 +71,18 @@ class TraceFile:
 
 
 def _plain(number: np.generic) -> object:
-    """A number of numpy's as JSON takes it; configurations may hold some."""
+    """Converts a numpy number, which configurations may hold, for JSON."""
     found: object = number.item()
     return found
 
 
-_JSON = json.JSONEncoder(separators=(",", ":"), default=_plain)  # made once: it takes its time
+_JSON = json.JSONEncoder(separators=(",", ":"), default=_plain)  # made once, because this is slow
 
 
 def _begun(path: Path) -> FileIO:
-    """A new file of a name, which no process has that begins one at the same time.
+    """Opens a new file of this name; of processes that do so at once each gets its own.
 
-    A process that still writes the older one goes on in a file without a name.
+    A process that still writes the older file goes on in a file without a name.
     """
     while True:
         _require_no_other_file(path)

@@ -1,9 +1,9 @@
-"""Writes an event at the end of every call of a cache: what was asked, and what changed by it.
+"""Writes an event at the end of every call of a cache: its arguments, and what it changed.
 
-Nobody tells the recorder what a call did. The page books note what they touch
-(`pages/notes.py`), and rows are compared with what they were: so nothing is missed, whichever way a
-call took, and a trace is true also where a call failed or was interrupted. An event holds pages,
-lengths and counts, no token and no text.
+No caller tells the recorder what it changed. The page tables note what they touch
+(`pages/notes.py`), and the recorder compares rows with the rows before. So it misses no change,
+and a trace is true even if a call failed or was interrupted. An event holds pages, lengths and
+counts, no token and no text.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from pagedkv.pages.tables import PageTables
 
 from .lines import TraceFile
 
-SEQS, LENGTHS, PAGES, EVICTED, FIRST = range(5)  # of `_rows`
-FEW = 32  # numbers that a loop of Python is through with before numpy has begun
+SEQS, LENGTHS, PAGES, EVICTED, FIRST = range(5)  # indices into `_rows`
+FEW = 32  # up to so many numbers, a Python loop is faster than numpy
 
 
 class Unrecorded:
-    """Stands in the place of a `Recorder` where nobody asked for a trace."""
+    """Stands in for a `Recorder` if there is no trace."""
 
     def note(self, op: str, **asked: object) -> None:
         """Writes nothing."""
@@ -65,7 +65,7 @@ class Recorder(Unrecorded):
         weakref.finalize(self, self.file.close)
 
     def note(self, op: str, **asked: object) -> None:
-        """Writes the event of a call that has ended, with what the caller asked."""
+        """Writes the event of a call that has ended, with the call's arguments."""
         if self.file.stopped:
             self._notes.drain()
             return
@@ -73,12 +73,12 @@ class Recorder(Unrecorded):
             try:
                 event = {"op": op, **{k: v for k, v in asked.items() if v is not None}}
                 self.file.write(event | self._changes())
-            except Exception as error:  # a job does not end because its trace does
+            except Exception as error:  # a failed trace does not end the job
                 self.file.stop(f"{type(error).__name__}: {error}")
 
     def prepared(self, seqs: Ints, plan: PagePlan) -> None:
-        """Writes that a step was opened: for which sequences and how many tokens."""
-        if plan.grown_rows.size:  # which follows from the entries
+        """Writes that a step was opened, its sequences and how many tokens each gets."""
+        if plan.grown_rows.size:  # a reader sees the growth in the entries
             self._was[PAGES][plan.grown_rows] = self._rows[PAGES][plan.grown_rows]
         stepped, self._stepped = self._stepped, seqs.tobytes()
         names = None if stepped == self._stepped else seqs.tolist()
@@ -88,9 +88,9 @@ class Recorder(Unrecorded):
         self.note("prepare", new=new, seqs=names, held=held)
 
     def committed(self, plan: PagePlan, kept: Ints | None) -> None:
-        """Writes that a step was kept: its lengths follow from `kept`, or else from `new`."""
+        """Writes that a step was committed; lengths follow from `kept`, or else from `new`."""
         self._was[LENGTHS][plan.rows] += plan.new if kept is None else kept
-        if plan.codings is not None:  # these were taken by `prepare`, and have tokens now
+        if plan.codings is not None:  # pages that `prepare` took have tokens now
             self._notes.pages.append(plan.codings.target.reshape(-1))
         self.note("commit", kept=None if kept is None else _one_or_all(kept))
 
@@ -150,7 +150,7 @@ class Recorder(Unrecorded):
             event["entries"] = _runs(found[:2], found[2:])
 
     def _counted(self) -> dict[str, list[int]]:
-        """Counts of the pool by segment, and of what lies beside it."""
+        """Returns counts of the pool by segment, of the host tier, and of states."""
         pool, states = self._tables.pool, self._tables.states
         counts = {
             "existing": pool.existing.tolist(),
@@ -165,15 +165,15 @@ class Recorder(Unrecorded):
 
 
 def _rows(tables: PageTables) -> list[Ints]:
-    """Returns what a trace holds of all rows, in the order of the places `SEQS` to `FIRST`."""
+    """Returns the arrays by row that a trace holds, in the order of `SEQS` to `FIRST`."""
     return [tables.seqs, tables.lengths, tables.num_pages, tables.evicted, tables.first_kept]
 
 
 def _runs(ascending: list[Ints], alike: list[Any]) -> list[int]:
-    """Numbers of which some go up by one from each to the next while others are alike, as runs.
+    """Cuts columns of numbers into runs, in which some columns rise by one and others are constant.
 
     Returns:
-        Of each run, one after the other: where it begins, how many it has, and what is alike.
+        For each run, one after the other: its first numbers, its length, and the constant numbers.
     """
     count = len(ascending)
     if alike[0].size > FEW:
@@ -199,13 +199,13 @@ def _runs(ascending: list[Ints], alike: list[Any]) -> list[int]:
 
 
 def _one_or_all(counts: Ints) -> int | list[int]:
-    """One number where all are equal."""
+    """Returns one number if all are equal, else the list."""
     listed: list[int] = counts.tolist()
     return listed[0] if listed.count(listed[0]) == len(listed) else listed
 
 
 def describe(config: CacheConfig, tables: PageTables) -> dict[str, object]:
-    """Describes what the numbers of a trace refer to: the segments of the pool, and sizes."""
+    """Describes the recorded cache: the segments of its pool, and sizes."""
     segments = []
     for number, pages in enumerate(tables.pool.num_pages.tolist()):
         group, staging = divmod(number, tables.kinds)
