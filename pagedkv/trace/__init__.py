@@ -1,7 +1,7 @@
 """Reads traces of a cache's pages: follows them, draws them, and hands them to other viewers.
 
 `read.py` reads the file, `books.py` knows who owns what after each event, `history.py` collects
-what every page was in every step, `page.py` puts that into one HTML page, `chrome.py` into a
+the state of every page in every step, `page.py` puts that into one HTML page, `chrome.py` into a
 timeline.
 """
 

@@ -1,7 +1,7 @@
 """Follows which sequence owns which page after each event of a trace, and checks the sums.
 
-A trace tells twice who owns a page: by the tables of sequences, and by the references that the pool
-counts. One can be held against the other, and live, cached and free pages against all there are.
+A trace says twice who owns a page: by the tables of sequences, and by the references that the pool
+counts. The check compares both, and compares live, cached and free pages with all existing pages.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pagedkv.errors import CorruptCacheError, CorruptFileError
 
 from .read import Event, Trace
 
-# What a file may claim. Tables with more entries than that are gigabytes in the cache itself.
+# Limits on what a file may claim. Larger tables would take gigabytes in the cache itself.
 MOST_PAGES, MOST_ENTRIES, MOST_TABLES = 1 << 22, 1 << 26, 1 << 21
 FAR = 1 << 40
 BESIDE = {"host", "states"}  # counts of two kinds; the others have a number for each segment
@@ -28,7 +28,7 @@ COUNTS = BESIDE | {"existing", "free", "cached"}
 
 
 class Counts(NamedTuple):
-    """Counts of pages, sequences and tokens, as `CacheStats` has them."""
+    """Counts of pages, sequences and tokens, as in `CacheStats`."""
 
     pages: int
     live: int
@@ -48,13 +48,13 @@ class Table:
         self.first, self.pages = 0, array("i")
 
     def cut(self, first: int, end: int) -> None:
-        """Keeps the pages of these places; a text that begins anew keeps none."""
+        """Keeps the pages at places `first .. end`; a text that begins anew keeps none."""
         kept = slice(first - self.first, max(end - self.first, 0))
         self.pages = self.pages[kept] if first >= self.first else array("i")
         self.first = first
 
     def put(self, place: int, page: int, count: int) -> None:
-        """Puts pages that follow each other at places within the table, or at its end."""
+        """Puts consecutive pages at places within the table, or at its end."""
         at = place - self.first
         if not 0 <= at <= len(self.pages):
             raise ValueError(f"a page at place {place}, the table has none before it")
@@ -62,17 +62,17 @@ class Table:
 
 
 class Books:
-    """The pages as the events so far have left them.
+    """The state of all pages after the events so far.
 
     Attributes:
-        segments: of the pool: name, layer group, pages, bytes of a page.
+        segments: for each segment of the pool: name, layer group, pages, bytes of a page.
         refs, filled: by page, its references and its committed slots.
-        tables, lengths: by sequence, in the order they began.
+        tables, lengths: by sequence, in the order in which they began.
         slots: by sequence, the slot of its recurrent state, or -1.
-        stepped, new, kept: sequences of the latest step, the tokens that it adds to each, and the
-            tokens that the latest commit kept of all of them.
-        named, evicted: sequences that the latest event is about, and pages that a policy took.
-        counts: what the latest event says of the pool's counts.
+        stepped, new, kept: the sequences of the latest step, how many tokens it adds to each, and
+            how many tokens the latest commit kept in all.
+        named, evicted: sequences that the latest event names, and pages that a policy evicted.
+        counts: the pool's counts after the latest event.
     """
 
     def __init__(self, trace: Trace) -> None:
@@ -108,10 +108,10 @@ class Books:
     # ------------------------------------------------------------------ events
 
     def follow(self, check: bool = False) -> Iterator[Event]:
-        """Yields each event of the trace once the books are as it leaves them.
+        """Applies each event of the trace, then yields it.
 
         Args:
-            check: verify after every event that all adds up.
+            check: verify all sums after every event.
         """
         for line, event in self.trace:
             where = f"{self.trace.path}: line {line}, {event['op']}"
@@ -156,7 +156,7 @@ class Books:
                 continue
             start = self.lengths[seq]
             last, columns = start + count - 1, -(-(start + new) // size)
-            for table in self.tables[seq]:  # whose end is the text's, wherever pages are missing
+            for table in self.tables[seq]:  # it ends where the text ends, even if pages are missing
                 begin = start // size - columns + len(table.pages)
                 if begin < 0 or count > new:
                     raise ValueError(f"sequence {seq} has no pages for its new tokens")
@@ -189,7 +189,7 @@ class Books:
         return sum(len(table.pages) for tables in self.tables.values() for table in tables)
 
     def _runs(self, event: Event, name: str, width: int, page: int) -> list[list[int]]:
-        """Rows of numbers, of which one is a page and the next a count of pages from there."""
+        """Returns rows of numbers; number `page` is a page, the next a count of pages from it."""
         runs = _numbers(event, name, width)
         self._pages(runs[:, page : page + 2].sum(1) - 1)
         if runs[:, page + 1].sum() > MOST_ENTRIES:
@@ -210,14 +210,14 @@ class Books:
     # ------------------------------------------------------------------ what they say
 
     def entries(self) -> tuple[Ints, Ints]:
-        """Pages of all tables, and for each of them the index of its sequence in `tables`."""
+        """Returns the pages of all tables, and the index in `tables` of each page's sequence."""
         parts = [np.array(t.pages) for tables in self.tables.values() for t in tables]
         owner = np.repeat(np.arange(len(self.tables)), self._num_groups)
         sizes = [part.size for part in parts]
         return np.concatenate([self.refs[:0], *parts]), np.repeat(owner, sizes)
 
     def _wrong(self) -> str:
-        """Describes what contradicts itself; empty if nothing does."""
+        """Describes the first contradiction; empty if there is none."""
         owners = np.bincount(np.append(self.entries()[0], self._held), minlength=self.refs.size)
         if (owners != self.refs).any():
             page = int((owners != self.refs).argmax())
@@ -237,7 +237,7 @@ class Books:
         return ""
 
     def stats(self) -> Counts:
-        """Returns what `PagedKVCache.stats` said when the latest event had ended."""
+        """Returns the counts that `PagedKVCache.stats` had after the latest event."""
         return Counts(
             pages=int(self.counts["existing"].sum()),
             live=int((self.refs > 0).sum()),
@@ -262,7 +262,7 @@ def _whole(number: object, low: int, high: int) -> int:
 
 
 def _numbers(event: Event, name: str, width: int = 1, low: int = 0) -> Ints:
-    """A field of an event: whole numbers, `[n]`, or `[n, width]`; without the field none."""
+    """Returns a field's whole numbers, `[n]` or `[n, width]`; none if the event lacks the field."""
     if name not in event:
         return np.zeros((0, width)[: 1 + (width > 1)], dtype=np.int64)
     found = np.asarray(event[name])
@@ -273,11 +273,11 @@ def _numbers(event: Event, name: str, width: int = 1, low: int = 0) -> Ints:
 
 
 def replay(path: str | os.PathLike[str], *, check: bool = True) -> Books:
-    """Follows a trace from its beginning to its end, and returns the pages as they are then.
+    """Follows a trace to its end, and returns the state of the pages there.
 
     Args:
         check: verify after every event that each reference has an owner, and that live, cached and
-            free pages are all there are.
+            free pages add up to all existing pages.
 
     Raises:
         CorruptFileError: the file is damaged, or no cache wrote it.

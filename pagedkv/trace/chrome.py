@@ -1,6 +1,6 @@
 """A trace as a timeline in Chrome's format, which Perfetto and chrome://tracing open.
 
-One track has the steps, one each sequence from its beginning to its end, one the counts of pages.
+One track has the steps, each sequence has a track, and one track has the counts of pages.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ STEPS, SEQUENCES = 1, 2
 
 
 def chrome(history: History) -> str:
-    """The timeline as JSON, times in microseconds."""
+    """Returns the timeline as JSON, with times in microseconds."""
     sequences = _sequences(history)
     named = [_named(STEPS, history.trace.name), _named(STEPS, "steps", 1)]
     named.append(_named(SEQUENCES, "sequences"))
@@ -44,7 +44,7 @@ def _steps(history: History) -> list[dict[str, object]]:
 
 
 def _sequences(history: History) -> list[dict[str, object]]:
-    """A span for each sequence; those that live at the end end with the trace."""
+    """Returns spans and marks of sequences; a sequence that still lives ends with the trace."""
     events: list[dict[str, object]] = []
     for seq, begin, end in history.spans:
         place = {"pid": SEQUENCES, "tid": seq + 1, "ph": "X", "ts": begin, "dur": end - begin}

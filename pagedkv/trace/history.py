@@ -12,24 +12,24 @@ from pagedkv.errors import CorruptFileError
 from .books import Books
 from .read import Event, Trace
 
-# What a page may be. The last two lost their owner otherwise than by its end, until they are taken
-# again: to the host, or to a policy.
+# Kinds of pages. A page of the last two kinds lost its owner to the host tier or to a policy, not
+# because the owner ended; it has this kind until it is taken again.
 FREE, LIVE, CACHED, OFFLOADED, EVICTED = range(5)
-MOST_RUNS = 1 << 24  # a gigabyte; a line can change every page, so a small file asks for any
-TOLD = 12  # events before a step that the page shows
+MOST_RUNS = 1 << 24  # a gigabyte; one line can change every page, so small files may have many
+TOLD = 12  # the page shows at most so many events before a step
 
 
 @dataclass(slots=True)
 class Step:
-    """One step, and the pages as they were when it had ended.
+    """One step, and counts of pages at its end.
 
     Attributes:
         begin, end: microseconds since the recording began.
         rows, tokens: sequences in the step, and tokens that it kept.
-        live, shared, cached, existing, host: counts of pages; `host` are those of offloaded
+        live, shared, cached, existing, host: counts of pages; `host` counts pages of offloaded
             sequences and of prefixes in host memory.
-        spared: bytes that sharing spared: of all references to a page but the first.
-        events: what happened first since the step before, in words.
+        spared: bytes that sharing spared: the page's bytes for each reference but the first.
+        events: the first events since the step before, in words.
     """
 
     begin: int
@@ -47,15 +47,15 @@ class Step:
 
 @dataclass
 class History:
-    """All steps of a trace, and what pages were in them.
+    """All steps of a trace, and the kinds of pages in them.
 
     Attributes:
         runs: `[n, 8]` by page and time: page, first step, steps, kind, owner (an index into
-            `seqs`, or -1), references, filled slots in the first step, and slots more in each
-            further step (0 or 1).
-        seqs: ids of sequences, in the order they began.
-        spans: of each sequence, by id: its begin and end in microseconds.
-        marks: calls between steps: when, the sequence or -1, and the call in words.
+            `seqs`, or -1), references, filled slots in the first step, and how many slots each
+            further step adds (0 or 1).
+        seqs: ids of sequences, in the order in which they began.
+        spans: for each sequence its id, and its begin and end in microseconds.
+        marks: calls between steps: the time, the sequence or -1, and the call in words.
     """
 
     trace: Trace
@@ -68,10 +68,10 @@ class History:
 
 
 def history_of(trace: Trace, check: bool = False) -> History:
-    """Follows a trace and collects what pages were.
+    """Follows a trace and collects the history of its pages.
 
     Args:
-        check: verify after every event that all adds up.
+        check: verify all sums after every event.
     """
     books = Books(trace)
     pages, steps, before = _Pages(books), list[Step](), list[str]()
@@ -97,10 +97,10 @@ def history_of(trace: Trace, check: bool = False) -> History:
         else:
             words = _in_words(event)
             before += [words][: TOLD - len(before)]
-            if op not in ("add", "load", "fork", "free"):  # these are spans
+            if op not in ("add", "load", "fork", "free"):  # spans show these
                 name = words if op == "failed" else op
                 marks += [(last, seq, name) for seq in books.named.tolist() or [-1]]
-    if before or not steps:  # what happened behind the last step
+    if before or not steps:  # events behind the last step
         steps.append(Step(last, last, events=before))
         pages.sample(steps)
     spans += [(seq, since, last) for seq, since in begun.items()]
@@ -113,27 +113,27 @@ class _Pages:
     """Follows the pages of a trace, and cuts their lives into runs.
 
     Attributes:
-        numbers: of each sequence, by its id: how many began before it.
+        numbers: by sequence id, how many sequences began before it.
     """
 
     def __init__(self, books: Books) -> None:
         self._books, total = books, books.refs.size
         self.numbers: dict[int, int] = {}
         self._left = np.zeros(total, dtype=np.int64)
-        # By page: kind, owner, references, filled at first, more in each step.
+        # By page: kind, owner, references, slots filled at first, slots added in each step.
         self._now = np.zeros((5, total), dtype=np.int64)
         self._now[1] = -1
         self._since = np.zeros(total, dtype=np.int64)
         self._ended: list[Ints] = []
-        self._count = 0  # of those
+        self._count = 0  # of runs in `_ended`
         self._bytes = np.array([size for *_, size in books.segments])[books.segment_of]
         self._held = self._left > 0  # pages that had an owner before this event
 
     def note(self, event: Event) -> None:
-        """Takes in one event: sequences that it began, and pages that it took from them."""
+        """Notes one event: sequences that began, and pages that were offloaded or evicted."""
         for seq in self._books.tables if "rows" in event else ():
             self.numbers.setdefault(seq, len(self.numbers))
-        if event["op"] in ("restore", "free"):  # nothing of them is elsewhere any more
+        if event["op"] in ("restore", "free"):  # they have no offloaded pages any more
             back = [self.numbers.get(seq, -2) for seq in self._books.named.tolist()]
             self._left[(self._left == OFFLOADED) & np.isin(self._now[1], back)] = 0
         if event["op"] == "offload":
@@ -143,7 +143,7 @@ class _Pages:
             self._held = self._books.refs > 0
 
     def sample(self, steps: list[Step]) -> None:
-        """Looks at all pages as they are in the latest step, and counts them."""
+        """Notes and counts all pages as they are in the latest step."""
         books, step = self._books, len(steps) - 1
         refs, filled, counts = books.refs, books.filled, books.counts
         self._left[refs > 0] = 0
@@ -158,15 +158,15 @@ class _Pages:
         now.spared = int(np.maximum(refs - 1, 0) @ self._bytes)
 
     def _owners(self) -> Ints:
-        """The sequence that began first of those that own a page, for every page."""
+        """Returns, for every page, its owner that began first, or -1."""
         pages, which = self._books.entries()
         number = np.array([self.numbers[seq] for seq in self._books.tables], np.int64)
         owner = np.full(self._since.size, -1, dtype=np.int64)
-        owner[pages[::-1]] = number[which[::-1]]  # the last to be written stays
+        owner[pages[::-1]] = number[which[::-1]]  # the last write counts
         return owner
 
     def _cut(self, step: int, kind: Ints, owner: Ints, refs: Ints, filled: Ints) -> None:
-        """Ends the runs of pages that are not what they were, and begins others."""
+        """Ends the runs of pages that have changed, and begins new ones."""
         now, length = self._now, step - self._since
         grown = filled - now[3]
         begins = (length == 1) & (grown == 1) & (kind == LIVE)
@@ -189,7 +189,7 @@ class _Pages:
         self._ended.append(run)
 
     def runs(self, steps: int) -> Ints:
-        """All runs, ended after the last step; those of free pages are left out."""
+        """Ends all runs after the last step and returns them without runs of free pages."""
         self._end(np.arange(self._since.size), steps)
         runs = np.concatenate(self._ended)
         runs = runs[runs[:, 3] != FREE]

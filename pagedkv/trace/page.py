@@ -1,7 +1,7 @@
 """A history as one HTML page that needs nothing else: no network, no server, no package.
 
-The page is `page.html` with two things put in: a few lines of JSON, and arrays of 32-bit numbers,
-packed with zlib and written in base64, which a browser unpacks by itself.
+The page is `page.html` with two insertions: a few lines of JSON, and arrays of 32-bit numbers,
+packed with zlib and written in base64, which a browser can unpack.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ COUNTS = ("rows", "tokens", "live", "shared", "cached", "existing", "host", "end
 
 
 def page(history: History) -> str:
-    """The page's text."""
+    """Returns the page's text."""
     template = files("pagedkv.trace").joinpath("page.html").read_text(encoding="utf-8")
     facts, arrays = _facts(history), _arrays(history)
     packed = b64encode(zlib.compress(arrays.astype("<u4").tobytes(), 9)).decode()
-    text = json.dumps(facts).replace("<", "\\u003c")  # so that no name ends the script
+    text = json.dumps(facts).replace("<", "\\u003c")  # so that no name can end the script
     return template.replace("/*FACTS*/null", text).replace("/*ARRAYS*/", packed)
 
 
 def totals(history: History) -> dict[str, Any]:
-    """Numbers of the whole trace, by what they are called."""
+    """Returns numbers of the whole trace, by name."""
     steps = history.steps
     peak = max(range(len(steps)), key=lambda i: steps[i].live)
     return {
@@ -60,10 +60,10 @@ def _facts(history: History) -> dict[str, Any]:
 
 
 def _arrays(history: History) -> Any:
-    """Runs as columns, and then counts by step.
+    """Returns runs as columns, then counts by step.
 
-    Of a run the page is written as a difference, and its begin as the gap behind the run before:
-    small numbers, which pack well.
+    A run's page is written as the difference to the run before, and its begin as the gap between
+    them: small numbers, which pack well.
     """
     runs = history.runs
     page, start, length, kind, owner, refs, filled, more = runs.T

@@ -1,8 +1,7 @@
-"""A trace as it was written: its header, and its events one after another.
+"""Reads a trace: its header, and its events one after another.
 
-Nothing in the file is believed, and no more of it is in memory than one line, whatever it claims:
-a line has a longest length, and what was read of a packed file unpacks to `RATIO` times its size at
-most.
+The file is not trusted, and only one line of it is in memory at a time. Lines longer than `LONGEST`
+are refused, and so is a packed file of which a part unpacks to more than `RATIO` times its size.
 """
 
 from __future__ import annotations
@@ -19,16 +18,16 @@ from pagedkv.errors import CorruptFileError, ForeignFileError, NewerFileError
 from pagedkv.recording.lines import FORMAT, LONGEST, VERSION
 
 Event = dict[str, Any]  # JSON
-RATIO, ALWAYS = 32, 1 << 20  # traces pack to a tenth; small files may be what they are
+RATIO, ALWAYS = 32, 1 << 20  # traces pack to a tenth; up to `ALWAYS` bytes any ratio is allowed
 
 
 class Trace:
     """A trace on disk; iterating reads its events from the first on.
 
     Attributes:
-        header: what the first line says.
-        torn: whether the last line was cut off, as that of a process that was killed; known once
-            all events were read.
+        header: the first line.
+        torn: whether the last line was cut off, because the process was killed; known once all
+            events were read.
 
     Raises:
         ForeignFileError, NewerFileError: it is no trace, or one of another version.
@@ -70,7 +69,7 @@ class Trace:
             yield number, event
 
     def _lines(self) -> Iterator[bytes]:
-        """Yields whole lines, and notes whether something stands behind the last of them."""
+        """Yields whole lines, and notes whether there are bytes behind the last one."""
         with open(self.path, "rb") as raw:
             packed = raw.peek(2)[:2] == b"\x1f\x8b"
             file = cast(BinaryIO, gzip.GzipFile(fileobj=raw)) if packed else raw
