@@ -1,8 +1,8 @@
 """A cache's shape and limits, and the pages and bytes that follow from them, without torch.
 
-`config.py` is `CacheConfig`: meanings, defaults, what may go together; `fields.py` lists the fields
-as they are kept and as they may be given; `checks.py` refuses single fields; `sizes.py` counts
-pages and bytes; `formats.py` reads the names of formats.
+`config.py` has `CacheConfig`: meanings, defaults and checks of combinations; `fields.py` lists the
+fields as they are kept and as they may be given; `checks.py` refuses single fields; `sizes.py`
+counts pages and bytes; `formats.py` reads the names of formats.
 """
 
 from pagedkv.kernels.formats import KV_FORMATS

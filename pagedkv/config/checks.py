@@ -11,7 +11,7 @@ from pagedkv.models import DTYPE_BYTES, KVShape, LayerGroup, StateLayer
 
 
 def require_int(name: str, value: Any, least: int) -> None:
-    """A whole number of at least `least`."""
+    """Raises unless a value is a whole number of at least `least`."""
     if isinstance(value, bool) or not hasattr(value, "__index__"):
         raise TypeError(f"{name}: expected an int, got {type(value).__name__}")
     if index(value) < least:
@@ -19,7 +19,7 @@ def require_int(name: str, value: Any, least: int) -> None:
 
 
 def require_share(name: str, value: Any) -> None:
-    """A number that may be a share; how large, its own check says."""
+    """Raises unless a value is a number that may be a share; other checks bound it."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"{name}: expected a share such as 0.5, got {type(value).__name__}")
 
@@ -27,7 +27,7 @@ def require_share(name: str, value: Any) -> None:
 def check_groups(
     groups: Sequence[LayerGroup], num_layers: int, shapes: Sequence[KVShape], page_size: int
 ) -> None:
-    """Every layer is in one group, a group's own numbers make a shape, chunks are whole pages."""
+    """Raises unless every layer is in one group, shapes are valid, and chunks are whole pages."""
     listed = sorted(layer for group in groups for layer in group.layers)
     if listed != list(range(num_layers)):
         raise ValueError(
@@ -58,7 +58,7 @@ def check_groups(
 
 
 def check_states(states: Sequence[StateLayer]) -> None:
-    """A state layer has tensors, of dtypes that are served."""
+    """Raises unless every state layer has tensors, in supported dtypes."""
     for layer in states:
         if not isinstance(layer, StateLayer) or not layer.tensors:
             raise TypeError(f"states: expected StateLayers with tensors, got {layer!r:.200}")
@@ -72,7 +72,7 @@ def check_states(states: Sequence[StateLayer]) -> None:
 
 
 def check_format(formats: tuple[Format, Format], shapes: Sequence[KVShape], page_size: int) -> None:
-    """Widths and pages can be cut into what the formats code at once."""
+    """Raises unless widths and pages are multiples of the units that the formats code at once."""
     for side, format in enumerate(formats):
         name, unit = format.kv_format, format.dim_unit
         for shape in () if format.dense else shapes:

@@ -1,6 +1,6 @@
-"""`CacheConfig`: what its fields mean, their defaults, and what they may be together.
+"""`CacheConfig`: the meanings of its fields, their defaults, and checks of combinations.
 
-Nothing here imports torch, so a budget can be computed anywhere; dtypes go by name.
+Nothing here imports torch, so a budget can be computed anywhere; dtypes are names.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ if TYPE_CHECKING:
 
     from .fields import CacheFields, ChangedFields, ShapedFields
 
-# Fields that follow from others where they are not given.
+# Fields that follow from others if they are not given.
 _FOLLOW = (
     "page_size", "max_sequences", "max_sequence_length", "max_step_tokens", "groups", "max_states",
 )  # fmt: skip
-# Whole numbers: of at least 1, and of at least 0, where None is 0.
+# Whole numbers: first of at least 1, then of at least 0, where None means 0.
 _SIZES = "num_layers", "num_kv_heads", "head_dim", "max_tokens", "page_size", "max_sequences"
 _LIMITS = "max_sequence_length", "max_step_tokens", "rollback", "host_tokens", "max_states"
 
@@ -52,47 +52,47 @@ class CacheConfig(Sizes):
 
     Attributes:
         num_layers: layers that have K and V.
-        num_kv_heads: KV heads per layer (G), in groups that say nothing else.
-        head_dim: elements per head (D), in groups that say nothing else.
-        dtype: `float32`, `float16` or `bfloat16`; torch's own dtypes are taken for their names.
+        num_kv_heads: KV heads per layer (G), for groups that do not set it.
+        head_dim: elements per head (D), for groups that do not set it.
+        dtype: `float32`, `float16` or `bfloat16`, or torch's dtype of this name.
         max_tokens: token slots of a group without a window.
         page_size: token slots per page (P); "auto" is 16, or 32 with int4 without `read_tokens`.
         max_sequences: sequences alive at once; default 256, with int4 one for every 512 of
             `max_tokens` (at least 8, at most 256), because each has staging pages of its own.
-        max_sequence_length: tokens one sequence may reach; default `max_tokens`.
-        max_step_tokens: tokens one step may add over all sequences; default `max_tokens`, or
-            16,384 if that is less and a group has a window (its pool grows with this number).
+        max_sequence_length: how long a sequence may become, in tokens; default `max_tokens`.
+        max_step_tokens: how many tokens one step may add over all sequences; default `max_tokens`,
+            or 16,384 if that is less and a group has a window (its pool grows with this number).
         rollback: tokens that may be taken back after commit in layers with a window.
         groups: layer groups; default one group without a window.
         fingerprint: identity of the weights; prefixes are shared only under the same one.
         host_tokens: token slots of a host tier in every layer group, for `offload` and for prefixes
             that would be lost; 0 for none. Its memory, pinned on CUDA, is taken when it is first
             needed.
-        kv_format: how K and V are kept: a name out of `KV_FORMATS`, such as `dense` (in `dtype`),
-            or a pair, one for K and one for V. `docs/formats.md` says what each costs.
+        kv_format: the format of K and V: a name from `KV_FORMATS`, such as `dense` (in `dtype`), or
+            a pair of names for K and V. `docs/formats.md` says what each costs.
         growth_step: the pool grows by this many tokens at a time, up to `max_tokens`; default: all
             pages exist from the start.
         read_tokens: in longer texts a decoding query reads only this many tokens, rounded down to
             whole pages, which it chooses itself; default all. Layers with a window ignore it.
-        retention: which pages of a sequence stay when not all can: a name out of
+        retention: which pages of a sequence stay if not all can: a name from
             `pagedkv.retention.POLICIES` or a `Policy`; None: all stay. Groups with a window ignore
             it.
-        budget: tokens a sequence keeps per layer group, rounded up to whole pages; the page being
-            written comes on top. Without it and `keep` pages are evicted only where memory runs
-            short.
-        keep: share of its text that a sequence keeps per layer group, above 0 and at most 1 (all),
-            rounded down to whole pages; the page being written comes on top. The first page, as
-            far as the policy keeps it, and the newest 64 tokens stay whatever the share. With
-            `budget` the smaller of the two counts.
-        high_water: share of a pool's pages; where a step would make more pages live, sequences lose
+        budget: how many tokens a sequence keeps per layer group, rounded up to whole pages; the
+            page being written comes on top. Without `budget` and `keep` pages are evicted only if
+            memory runs short.
+        keep: the share of its text that a sequence keeps per layer group, above 0 and at most 1
+            (all), rounded down to whole pages; the page being written comes on top. The first page,
+            if the policy keeps it, and the newest 64 tokens stay with any share. With `budget` the
+            smaller of the two counts.
+        high_water: share of a pool's pages; if a step would make more pages live, sequences lose
             pages.
         low_water: share of a pool's pages that stays live when sequences lose pages.
-        states: the state layers, in the model's order; none for a model of attention alone.
+        states: the state layers, in the model's order; none for a model with attention only.
         max_states: state slots that may be in use at once, by sequences and checkpoints; default
-            `max_sequences`. Memory is taken as slots are first used.
+            `max_sequences`. Memory is taken when slots are first used.
     """
 
-    if TYPE_CHECKING:  # callers may give more types than fields have afterwards
+    if TYPE_CHECKING:  # callers may give more types than the fields keep
 
         def __init__(
             self,
@@ -117,7 +117,7 @@ class CacheConfig(Sizes):
             return super().__new__(cls)
 
     def __post_init__(self) -> None:
-        # As given: what is left out follows from other fields, and anew in `with_`.
+        # The values as given: in `with_`, fields that were left out follow from others anew.
         object.__setattr__(self, "_given", {name: getattr(self, name) for name in _FOLLOW})
         object.__setattr__(self, "dtype", _dtype_name(self.dtype))
         object.__setattr__(self, "kv_format", format_pair(self.kv_format))
@@ -146,7 +146,7 @@ class CacheConfig(Sizes):
                     f"{self.growth_step}"
                 )
         longest = self.max_sequence_length or self.max_tokens
-        if self.retention is None:  # else a text may be longer than what is kept of it
+        if self.retention is None:  # with a policy a text may be longer than the pool
             longest = min(longest, self.max_tokens)
         object.__setattr__(self, "max_sequence_length", longest)
         if not self.groups:
@@ -219,7 +219,7 @@ class CacheConfig(Sizes):
 
     @cached_property
     def policy(self) -> Policy | None:
-        """The policy that `retention` names, or is."""
+        """The policy of `retention`, which is its name or the policy itself."""
         if self.retention is None:
             return None
         from pagedkv.retention import policy_of  # here: a plan of a budget needs no numpy
@@ -228,22 +228,22 @@ class CacheConfig(Sizes):
 
     @cached_property
     def kept(self) -> Kept | None:
-        """How many pages of a sequence stay; None where that depends on memory alone."""
+        """How many pages of a sequence stay; None if only memory limits them."""
         policy = self.policy
         if policy is None or (self.budget is None and self.keep is None):
             return None
         from pagedkv.retention import Kept, Policy
 
         least = policy.pinned_pages(self.page_size)
-        if not policy.recent:  # its order keeps the newest, of which there must be some
+        if not policy.recent:  # its order keeps the newest pages, so some must stay
             least += -(-Policy.recent // self.page_size)
         return Kept(least, self.budget_pages, 1.0 if self.keep is None else self.keep)
 
     def with_(self, **changes: Unpack[ChangedFields]) -> CacheConfig:
-        """This configuration with other fields.
+        """Returns this configuration with other fields.
 
         Limits that nobody gave follow from the fields anew. `dataclasses.replace` keeps them: with
-        more `max_tokens` it leaves `max_sequence_length` what it was.
+        more `max_tokens` it leaves `max_sequence_length` as it was.
 
         Args:
             changes: any field of this class.
@@ -258,17 +258,17 @@ class CacheConfig(Sizes):
     ) -> CacheConfig:
         """Reads the shape of a decoder from its Hugging Face configuration object.
 
-        Layers are counted as `pagedkv.models.layer_kinds` does: those with K and V, and apart from
-        them those with a recurrent state.
+        Layers are counted as `pagedkv.models.layer_kinds` does: layers with K and V, and separately
+        layers with a recurrent state.
 
         Args:
             config: a `PretrainedConfig`, or anything with the same attributes.
             max_tokens: token slots of a group without a window.
-            overrides: any other field of this class. With `retention` each layer is a group of
-                its own, so that it chooses for itself, unless `groups` says otherwise.
+            overrides: any other field of this class. With `retention` each layer is a separate
+                group, which chooses its own pages, unless `groups` is given.
 
         Raises:
-            UnsupportedModelError: the shape of its K and V, or of its states, is not known.
+            UnsupportedModelError: the shape of the model's K and V, or of its states, is not known.
             ValueError: pages cannot hold layers of this kind, or an attribute for their shape is
                 missing.
         """
@@ -305,8 +305,8 @@ def auto_page_size(
     """Resolves "auto": 16 tokens, or 32 with int4, whose scales of K then take half as much.
 
     Args:
-        chosen: queries choose pages; with smaller pages there are more to choose from.
-        chunks: tokens of the chunks of chunked layers, which are whole pages.
+        chosen: whether queries choose pages: smaller pages give a finer choice.
+        chunks: tokens per chunk of chunked layers; a chunk must be whole pages.
     """
     if isinstance(page_size, str) and page_size == "auto":
         return gcd(32 if needs_staging(kv_format) and not chosen else 16, *chunks)
@@ -315,6 +315,6 @@ def auto_page_size(
 
 
 def _dtype_name(dtype: Any) -> Any:
-    """The name of a dtype of torch, which is not imported, or of another name of it."""
+    """Returns the name of a torch dtype or of one of its other names, without importing torch."""
     name = str(dtype)
     return name.removeprefix("torch.") if name.startswith("torch.") else DTYPES.get(name, dtype)

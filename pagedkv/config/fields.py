@@ -1,6 +1,6 @@
 """The fields of `CacheConfig`: as they are kept, and as they may be given.
 
-Editors and type checkers read the second where a call passes them on.
+Editors and type checkers read the types of given fields where a function passes them on.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Fields:
-    """The fields with their defaults; `CacheConfig` has what each means."""
+    """The fields with their defaults; `CacheConfig` describes each."""
 
     num_layers: int
     num_kv_heads: int
@@ -45,7 +45,7 @@ class Fields:
 
 
 class CacheFields(TypedDict, total=False):
-    """The fields that callers may give where the model is known; `CacheConfig` describes each."""
+    """The fields that callers may give if the model is known; `CacheConfig` describes each."""
 
     page_size: int | Literal["auto"]
     max_sequences: int | None
@@ -68,14 +68,14 @@ class CacheFields(TypedDict, total=False):
 
 
 class ModelPagesFields(CacheFields, total=False):
-    """The fields of pages that are made for a model, and of files beside them."""
+    """The fields of pages that are made for a model, with files beside them."""
 
     trace: str | PathLike[str] | None
     prefix_store: str | PathLike[str] | None
 
 
 class ShapedFields(CacheFields, total=False):
-    """All fields, with the shape that is else read from a model."""
+    """All fields but `max_tokens`, with the shape that is otherwise read from a model."""
 
     num_layers: int
     num_kv_heads: int
@@ -84,6 +84,6 @@ class ShapedFields(CacheFields, total=False):
 
 
 class ChangedFields(ShapedFields, total=False):
-    """All fields, of a configuration that is there."""
+    """All fields, to change an existing configuration."""
 
     max_tokens: int

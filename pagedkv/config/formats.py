@@ -9,7 +9,7 @@ from pagedkv.names import FORMATS, meant
 
 
 def format_pair(kv_format: Any) -> tuple[str, str]:
-    """The formats of K and V, of a name for both or a pair."""
+    """Returns the names of the formats of K and V, from one name for both or a pair."""
     pair = (kv_format, kv_format) if isinstance(kv_format, str) else kv_format
     known = isinstance(pair, (tuple, list)) and all(name in [*KV_FORMATS] for name in pair)
     if not known or len(pair) != 2:
@@ -23,11 +23,11 @@ def format_pair(kv_format: Any) -> tuple[str, str]:
 
 
 def formats_of(kv_format: Any) -> tuple[Format, Format]:
-    """Returns the formats that a name for K and V, or a pair of names, stands for."""
+    """Returns the formats of K and V, from one name for both or a pair."""
     k, v = format_pair(kv_format)
     return KV_FORMATS[k][0], KV_FORMATS[v][1]
 
 
 def needs_staging(kv_format: Any) -> bool:
-    """Whether pages that are not complete are kept apart, see `CacheConfig.staged`."""
+    """Whether incomplete pages are staging pages, see `CacheConfig.staged`."""
     return any(format.staged for format in formats_of(kv_format))

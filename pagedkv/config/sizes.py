@@ -1,4 +1,4 @@
-"""The pages and bytes of a cache that follow from its fields, and the formats of its pages."""
+"""Computes the pages and bytes of a cache, and the formats of its pages, from its fields."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ from pagedkv.models.kinds import Sight
 from .fields import Fields
 from .formats import formats_of
 
-BOOKS_BYTES = 48  # of each page: references, slots, versions, stamps, columns; ids come on top
+BOOKS_BYTES = 48  # per page: references, slots, versions, stamps, columns; ids come on top
 
 
 class Sizes(Fields):
     """Sizes that follow from the checked fields of a cache."""
 
     def part(self, layers: Collection[int] | None) -> Self:
-        """Returns the part of this cache that some layers have: the same groups with fewer layers.
+        """Returns the part of this cache for some layers: the same groups with fewer layers.
 
         Args:
-            layers: None for all of them.
+            layers: the layers; None for all.
         """
         if layers is None:
             return self
         groups = (tuple(x for x in group.layers if x in layers) for group in self.groups)
         fewer = tuple(replace(group, layers=mine) for group, mine in zip(self.groups, groups))
         part = copy(self)
-        for name in ("group_of", "larger_than_int8"):  # what was computed of all layers
+        for name in ("group_of", "larger_than_int8"):  # computed from all layers
             vars(part).pop(name, None)
         vars(part)["groups"] = fewer  # a group may be empty here, which a cache's own may not
         return part
@@ -44,7 +44,7 @@ class Sizes(Fields):
         return None if self.budget is None else -(-self.budget // self.page_size)
 
     def num_pages(self, group: int = 0) -> int:
-        """Pages of a group's pool, staging pages not counted."""
+        """Counts the pages of a group's pool, without staging pages."""
         full = -(-self.max_tokens // self.page_size)
         if self.staged:  # the first page of a text is always a staging page
             texts = 1 if self.budget_pages is None else full // self.budget_pages
@@ -52,15 +52,15 @@ class Sizes(Fields):
         return min(full, self._window_pages(group) or full)
 
     def pages_at_once(self, group: int = 0) -> int:
-        """Pages that a group's pool begins with and grows by: all of them, unless it grows."""
+        """Counts pages with which a group's pool begins and by which it grows; all if fixed."""
         if self.growth_step is None:
             return self.num_pages(group)
         return min(-(-self.growth_step // self.page_size), self.num_pages(group))
 
     def reserves(self, group: int) -> bool:
-        """Whether this group can run out, so that reservations must be kept in it.
+        """Whether this group can run out of pages, so that it needs reservations.
 
-        A window group whose pool holds every sequence's window plus one step cannot.
+        A window group whose pool holds every sequence's window plus one step cannot run out.
         """
         enough = self._window_pages(group)
         return enough is None or enough > self.num_pages(group)
@@ -99,7 +99,7 @@ class Sizes(Fields):
         return any(format.staged for format in self.formats)
 
     def num_staging_pages(self, group: int = 0) -> int:
-        """Staging pages of a group: two a sequence, for its first page and the newest.
+        """Counts staging pages of a group: two a sequence, for its first page and the newest.
 
         A step that completes a sequence's newest page and begins another holds both until it is
         committed; half of all sequences can do so at once.
@@ -108,34 +108,34 @@ class Sizes(Fields):
 
     @property
     def pages_read(self) -> int:
-        """Pages of a text that a decoding query reads; 0 for all."""
+        """How many pages of a text a decoding query reads; 0 for all."""
         return (self.read_tokens or 0) // self.page_size
 
     def keeps_bounds(self, group: int) -> bool:
-        """Whether the bounds of each page's keys are kept apart; scales of K may say them."""
+        """Whether a group keeps key bounds beside its pages; scales of K may contain them."""
         chosen = self.read_tokens and self.groups[group].window is None
         return bool(chosen) and not self.formats[0].says_bounds
 
     def num_host_pages(self, group: int = 0) -> list[int]:
-        """Host pages of a group; with staging pages, how many of them there may be as well."""
+        """Counts host pages of a group; with staging pages also how many of these there are."""
         pages = -(-self.host_tokens // self.page_size)
         return [pages, min(pages, self.num_staging_pages(group))] if self.staged else [pages]
 
     def bytes_per_page(self, group: int = 0) -> int:
-        """K and V bytes of one page over the layers of its group, with scales and bounds."""
+        """Returns K and V bytes of a page over the layers of its group, with scales and bounds."""
         shape = self.shapes[group]
         page = self._head_bytes(shape, self.formats)
         page += 4 * shape.head_dim * self.keeps_bounds(group)
         return page * shape.num_kv_heads * len(self.groups[group].layers)
 
     def bytes_per_staging_page(self, group: int = 0) -> int:
-        """K and V bytes of one staging page over the layers of its group."""
+        """Returns K and V bytes of one staging page over the layers of its group."""
         shape = self.shapes[group]
         page = self._head_bytes(shape, (DENSE, DENSE))
         return page * shape.num_kv_heads * len(self.groups[group].layers)
 
     def _head_bytes(self, shape: KVShape, formats: tuple[Format, Format]) -> int:
-        """K and V bytes of one page and head."""
+        """Returns K and V bytes of one page and head."""
         sides = [(formats[0], shape.head_dim)]
         if not shape.v_is_k:
             sides.append((formats[1], shape.v_head_dim))
@@ -160,7 +160,7 @@ class Sizes(Fields):
 
     @property
     def bytes_per_token(self) -> int:
-        """K and V bytes of one token over all layers, staging pages not counted."""
+        """K and V bytes of one token over all layers, without staging pages."""
         pages = sum(self.bytes_per_page(group) for group in range(len(self.groups)))
         return -(-pages // self.page_size)
 
@@ -171,17 +171,17 @@ class Sizes(Fields):
 
     @property
     def nbytes(self) -> int:
-        """K and V bytes of all pools at their largest, staging pages and static scales included."""
+        """K and V bytes of all pools at their largest, with staging pages and static scales."""
         return self._nbytes([self.num_pages(g) for g in range(len(self.groups))])
 
     @property
     def nbytes_at_once(self) -> int:
-        """K and V bytes of all pools as they begin, staging pages and static scales included."""
+        """K and V bytes of all pools as they begin, with staging pages and static scales."""
         return self._nbytes([self.pages_at_once(g) for g in range(len(self.groups))])
 
     @property
     def nbytes_of_books(self) -> int:
-        """Host bytes of page tables, and of what is known of each page, at least."""
+        """A lower bound of the host bytes of page tables and of the records of pages."""
         groups = range(len(self.groups))
         pages = [self.num_pages(g) + self.num_staging_pages(g) for g in groups]
         columns = -(-self.max_sequence_length // self.page_size)
@@ -209,7 +209,7 @@ class Sizes(Fields):
     def larger_than_int8(self) -> str:
         """A sentence if int8 would take less memory because of staging pages; else empty.
 
-        A difference of less than 4 MiB is not spoken of.
+        A difference of less than 4 MiB is not mentioned.
         """
         if not self.staged:
             return ""
