@@ -1,7 +1,7 @@
-"""Retention inside a sequence: which pages stay when not all can. numpy only.
+"""Retention inside a sequence: which pages stay if not all can. numpy only.
 
-`POLICIES` is what `CacheConfig.retention` accepts by name. All but the plain window keep the first
-tokens of a text.
+`POLICIES` has the names that `CacheConfig.retention` accepts. All policies but the plain window
+keep the first tokens of a text.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ POLICIES: dict[str, Policy] = {
 
 
 def policy_of(retention: Any) -> Policy:
-    """The policy of a name, or the policy itself.
+    """Returns the policy of a name, or the policy itself.
 
     Raises:
         ValueError: no policy has this name, or it needs a statistic that is not measured.

@@ -1,4 +1,4 @@
-"""The oldest pages go: a window over the newest tokens."""
+"""Evicts the oldest pages: a window over the newest tokens."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Pages that got least attention over their life go.
+"""Evicts the pages that got least attention over their life.
 
-Source: Zhang et al. 2023, H2O: Heavy-Hitter Oracle, with one sum a page instead of one a token and
-head.
+Source: Zhang et al. 2023, H2O: Heavy-Hitter Oracle, with one sum for each page instead of one for
+each token and head.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The size of what stays of a text: a number of pages, a share, or the smaller of the two."""
+"""How many pages of a text stay: a number, a share, or the smaller of the two."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ class Kept:
     """How many pages of a text stay in each layer group.
 
     Attributes:
-        least: whole pages that stay however small the share is.
-        budget: whole pages that stay at most; None: any number.
-        share: of the whole pages of a text; rounded down, so that no more stays.
+        least: how many whole pages stay with any share.
+        budget: how many whole pages stay at most; None: any number.
+        share: share of a text's whole pages that stays, rounded down.
     """
 
     least: int

@@ -1,7 +1,7 @@
-"""Pages whose keys are most like all the others go; the distinctive ones stay.
+"""Evicts pages whose keys are most like all others; distinctive pages stay.
 
-Source: Park et al. 2025, KeyDiff: Key Similarity-Based KV Cache Eviction, with one score a page
-instead of one a token and head.
+Source: Park et al. 2025, KeyDiff: Key Similarity-Based KV Cache Eviction, with one score for each
+page instead of one for each token and head.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Pages that were attended to least recently go."""
+"""Evicts pages that were attended to least recently."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from .policy import PageRecords, Policy
 class LeastRecentlyAttended(Policy):
     """Keeps pages by the last step in which they got more attention than an equal share.
 
-    It is asked for often, and was measured to recall no more than a window does: the page that a
-    text needs again is seldom one that it read a moment ago.
+    People often ask for this policy, but it was measured to recall no more than a window does: a
+    text seldom needs again a page that it read a moment ago.
     """
 
     recent: int = 64

@@ -1,4 +1,4 @@
-"""Similar tokens are merged: a representative stays and takes over the values of those that go."""
+"""Merges similar tokens: values of evicted tokens are averaged into a similar one that stays."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from .keydiff import KeyDiff
 
 @dataclass(frozen=True)
 class Semantic(KeyDiff):
-    """Ranks as `KeyDiff` does; each evicted value is averaged into that of the most similar token.
+    """Ranks as `KeyDiff` does; averages each evicted value into the most similar token's value.
 
     Keys stay as they are, because keys of different positions cannot be averaged.
     """

@@ -1,7 +1,7 @@
 """Keeps the first tokens, even if another policy would drop them.
 
-Models put much of their attention on the first tokens of a text, whatever these are. Without them
-a sliding window doubles perplexity, with four of them it costs 2 %.
+Models give much of their attention to the first tokens of a text, whatever these are. Without them
+a sliding window doubles perplexity; with four of them it adds 2 %.
 
 Source: Xiao et al. 2023, Efficient Streaming Language Models with Attention Sinks.
 """
@@ -23,7 +23,7 @@ class Sinks(Policy):
 
     Attributes:
         inner: the policy it wraps.
-        tokens: how many first tokens stay; their pages stay whole.
+        tokens: how many first tokens stay; their whole pages stay.
     """
 
     inner: Policy
@@ -40,7 +40,7 @@ class Sinks(Policy):
     def keep_scores(self, pages: PageRecords) -> Floats:
         scores = np.asarray(self.inner.keep_scores(pages))
         if scores.shape != pages.position.shape:
-            return scores  # the cache refuses it, and says whose it is
+            return scores  # the cache refuses it and names the policy
         return np.where(pages.position < self.tokens, np.inf, scores)
 
     def __str__(self) -> str:
