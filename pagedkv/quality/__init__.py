@@ -1,9 +1,8 @@
-"""Measures what a model loses when its cache keeps less: on texts, by ways of keeping.
+"""Measures on texts how much a model loses if its cache keeps less.
 
-`probes.py` has what is read, `variants.py` the ways of keeping K and V, `reading.py` reads the one
-through the other beside the full cache, `measure.py` makes bytes, losses and a verdict of it,
-`promise.py` judges them
-by a wish, `picture.py` draws them.
+`probes.py` has the texts, `variants.py` the ways of keeping K and V, `reading.py` reads texts
+through variants beside the full cache, `measure.py` computes bytes, losses and a verdict,
+`promise.py` finds the smallest variant below a wished KL, `picture.py` draws all.
 """
 
 from .measure import Measured as Measured

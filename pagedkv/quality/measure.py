@@ -1,4 +1,4 @@
-"""Bytes, losses and a verdict for each way of keeping K and V, and what to use."""
+"""Computes bytes, losses and a verdict for each way of keeping K and V, and recommends one."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from .promise import Promise, promise_of, windows_of
 from .reading import Reading, compare
 from .variants import FULL, Variant, bytes_held, pays_from
 
-# The gates of a verdict. 4-bit codes whose scales span a token fail the first, this library's int4
-# passes it; what a window forgets fails the second.
+# The gates of a verdict. 4-bit codes with one scale for a token fail the first, this library's int4
+# passes it; a window, which forgets, fails the second.
 MOST_KL = 0.012  # nats, mean over a text
-LEAST_RECALL = 0.9  # of what the full cache recalls
-# Nats a token that the full cache must gain by having seen a passage, and share of hidden digits
-# that it must find, so that losing them can be told from never having had them.
+LEAST_RECALL = 0.9  # share of the full cache's recall
+# How many nats a token the full cache must gain from having seen a passage, and which share of
+# hidden digits it must find: only then can a variant be said to lose them.
 TELLING, FINDS = 0.5, 0.5
 
 GOOD, VISIBLE, FORGETS = "good", "visible", "loses recall"
@@ -33,18 +33,18 @@ class Measured:
     """A variant and what it costs.
 
     Attributes:
-        name: of the variant.
+        name: the variant's name.
         bytes_per_token: K and V of one text at its end, in bytes a token; a float32 model counts as
             a bfloat16 one.
-        fewer: the full cache's bytes over these.
-        perplexity: of each running text.
-        kl, kl_p99, agreement: of each running text, against the full cache: mean and 99th
+        fewer: the full cache's bytes divided by these.
+        perplexity: for each running text.
+        kl, kl_p99, agreement: for each running text, against the full cache: mean and 99th
             percentile of KL(full || this) in nats, and the share of tokens at which both predict
-            the same one.
+            the same token.
         recall: perplexity of a passage that comes again.
-        needles: share of hidden digits that are found; None where none were hidden.
-        recalled: share of what the full cache recalls, of the passage or of the digits, whichever
-            is less; None where the full cache recalls nothing.
+        needles: share of hidden digits that are found; None if none were hidden.
+        recalled: share of the full cache's recall, of the passage or of the digits, whichever is
+            less; None if the full cache recalls nothing.
         verdict: "good", "visible" (the predictions differ) or "loses recall".
     """
 
@@ -62,24 +62,24 @@ class Measured:
 
     @property
     def worst_kl(self) -> float:
-        """The mean KL of the text on which it is largest."""
+        """The largest mean KL of any text."""
         return max(self.kl.values())
 
 
 @dataclass(frozen=True)
 class Quality:
-    """Variants of a cache held against the full one; `print` it, or see `recommendation`.
+    """Variants of a cache compared with the full one; `print` it, or see `recommendation`.
 
     Attributes:
-        tokens: of each text.
-        dtype: that the model computes in.
+        tokens: by text, its tokens.
+        dtype: the dtype in which the model computes.
         full: the full cache.
         unseen: perplexity of the recalled passage for a model that never saw it.
         variants: in the order in which they were given.
-        pays_from: of variants that take fewer bytes than others in long rows only, the others being
-            the full cache and those that differ in their formats alone: from how many tokens on.
+        pays_from: by variant that takes fewer bytes than another only in long rows: that other, and
+            from how many tokens on. Others are the full cache and variants with other formats only.
         most_kl: the gate of a verdict, nats.
-        promise: of variants that keep their recall, which stays below that; None if not asked for.
+        promise: which variant, of those that keep their recall, stays below a wished KL; or None.
     """
 
     tokens: dict[str, int]
@@ -93,7 +93,7 @@ class Quality:
 
     @property
     def recommendation(self) -> str:
-        """A sentence that names the good variant of the fewest bytes, if there is one."""
+        """A sentence that names the good variant with the fewest bytes, if there is one."""
         if self.promise is not None:
             return self.promise.sentence
         good = sorted((m for m in self.variants if m.verdict == GOOD), key=_bytes_then_loss)
@@ -115,7 +115,7 @@ class Quality:
 
     @property
     def lengths(self) -> list[str]:
-        """A sentence on each variant that takes fewer bytes in long rows only: from where on."""
+        """A sentence on each variant that takes fewer bytes only in rows above some length."""
         found = []
         for name, others in self.pays_from.items():
             named = ((f"the {o}" if o == FULL.name else o, n) for o, n in others.items())
@@ -134,19 +134,19 @@ def measure_quality(
     at_most: float | None = None,
     tell: Callable[[int, int], None] = lambda done, total: None,
 ) -> Quality:
-    """Measures what a model loses in each variant, beside the full cache.
+    """Measures how much a model loses in each variant, compared with the full cache.
 
     Args:
         model: a decoder of transformers that `BatchGenerator` takes.
-        texts: what to read, by name; default a novel and a manual that come with the package.
-        length: tokens of each text; of a shorter one all is read.
-        at_most: a KL in nats; says of all texts, cut in windows of this length, which is the
-            smallest variant that stays below it, and in which share of draws.
-        tell: is called now and then with how much was read so far, and with how much there is.
+        texts: texts to read, by name; default a novel and a manual that come with the package.
+        length: how many tokens of each text are read at most.
+        at_most: a KL in nats: also finds the smallest variant that stays below it on all texts, cut
+            in windows of this length, and in which share of draws it does.
+        tell: is called now and then with the number of tokens read so far, and of all tokens.
 
     Raises:
         UnsupportedModelError: packed rows cannot be computed with this model.
-        ValueError: a text is too short, or longer than the model takes, or a variant cannot be.
+        ValueError: a text is too short, or longer than the model takes, or a variant is invalid.
     """
     longest = field_of(text_config(model), "max_position_embeddings") or length
     if length > longest:
@@ -206,7 +206,7 @@ def _config(model: Any, variant: Variant, tokens: int) -> CacheConfig:
 def _pays_from(
     variants: Sequence[Variant], configs: Sequence[CacheConfig]
 ) -> dict[str, dict[str, int]]:
-    """Tokens from which on a variant takes less than its like, where short rows take more."""
+    """Returns, for variants that pay only in long rows, from how many tokens on they do."""
     found: dict[str, dict[str, int]] = {}
     kinds = [
         {
@@ -235,7 +235,7 @@ def _measured(
     most_kl: float,
 ) -> Measured:
     running = {name: each for name, each in readings.items() if each.probe.running}
-    # No distance is below zero, rounding aside.
+    # Only rounding makes a KL negative.
     kl = {name: each.kl[each.probe.scored].clamp(min=0) for name, each in running.items()}
     recalled = _recalled(readings, full, unseen)
     return Measured(
@@ -256,16 +256,16 @@ def _measured(
 
 
 def verdict_of(kl: Iterable[float], recalled: float | None, most_kl: float = MOST_KL) -> str:
-    """Returns the verdict on distances on some texts, and on the share that is recalled."""
+    """Returns the verdict for the mean KL on some texts and the recalled share."""
     if recalled is not None and recalled < LEAST_RECALL:
         return FORGETS
-    return GOOD if all(each <= most_kl for each in kl) else VISIBLE  # what is no number is not good
+    return GOOD if all(each <= most_kl for each in kl) else VISIBLE  # NaN is not good
 
 
 def _recalled(
     readings: Mapping[str, Reading], full: Mapping[str, Reading], unseen: float
 ) -> float | None:
-    """Share of what the full cache recalls: nats gained by the passage, or digits found."""
+    """Returns the share of the full cache's recall: nats gained by the passage, or digits found."""
     shares = []
     gained = log(unseen / full["recall"].perplexity)
     if gained >= TELLING:

@@ -1,4 +1,4 @@
-"""Draws what variants cost: bytes against distance, and what they recall."""
+"""Draws the bytes, the distance and the recall of variants."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ FLOOR = 1e-6  # nats; smaller distances are drawn here
 
 
 def draw(quality: Quality, model: str, path: Path) -> None:
-    """Writes a picture; the suffix says of which kind.
+    """Writes a picture; the suffix of `path` chooses its file type.
 
     Args:
-        model: its name, which the picture says with the texts' lengths and the day.
+        model: the model's name, which the picture shows with the texts' lengths and the day.
 
     Raises:
         OSError: the file cannot be written.

@@ -1,8 +1,8 @@
 """Texts that models read when quality is measured: running text, a recall probe, needles.
 
-Running text alone cannot tell one way of forgetting from another, a random one included. `recall`
-repeats a passage after other text, `needles` asks at the end for facts that lay in between: only a
-cache that still has them does well.
+Running text alone cannot tell one way of forgetting from another, not even from a random one.
+`recall` repeats a passage after other text, `needles` asks at the end for facts from in between:
+only a cache that still has them does well.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ SHA256 = {
     "prose": "05f560ddbd20bf65578b0a4ae85116cc7f49f6f2d97ec0b1c009bfc5404626c3",
 }
 
-WARM = 64  # tokens of a running text that do not count: no cache has forgotten anything yet
-LEAST = 2 * WARM  # tokens of a text that is worth reading
-CHARACTERS = 64  # of a text, for each token that is asked for; further ones are not looked at
+WARM = 64  # first tokens of a running text that do not count: no cache has forgotten anything yet
+LEAST = 2 * WARM  # tokens of a text at least
+CHARACTERS = 64  # characters of a text that are tokenized for each token that is asked for
 PASSAGE = 3 / 16  # share of a text that is repeated at its end
-HINT = 1 / 8  # of the repetition, read before it counts
+HINT = 1 / 8  # share of the repetition that is read before it counts
 OWN = {"recall", "unseen", "needles"}
 CITIES = ("Lisbon", "Ottawa", "Nairobi", "Prague", "Lima", "Hanoi", "Dublin", "Tunis")
 NUMBERS = (4831, 7295, 1604, 9378, 5062, 2749, 8413, 3926)
@@ -38,11 +38,10 @@ class Probe:
     """A text as tokens, and which of them count.
 
     Attributes:
-        name: what tables call it.
+        name: its name in tables.
         ids: `[n]` int64.
         scored: `[m]`, indices of tokens whose probability counts.
-        running: whether every token after the first `WARM` is like the others, so that the whole
-            distribution is worth comparing.
+        running: whether it is a running text, of which the whole distributions are compared.
     """
 
     name: str
@@ -54,10 +53,10 @@ class Probe:
 
 @cache
 def built_in(name: str) -> str:
-    """A text that comes with the package.
+    """Returns a text that comes with the package.
 
     Raises:
-        ValueError: the file is not the one that figures were measured on.
+        ValueError: the file differs from the one on which figures were measured.
     """
     raw = (DATA / f"{name}.txt").read_bytes()
     found = hashlib.sha256(raw).hexdigest()
@@ -67,26 +66,26 @@ def built_in(name: str) -> str:
 
 
 def given(texts: Mapping[str, str] | None) -> Mapping[str, str]:
-    """Texts as they are given, or those that come with the package."""
+    """Returns the given texts, or by default those that come with the package."""
     return {name: built_in(name) for name in ("prose", "docs")} if texts is None else texts
 
 
 def probes(
     tokenizer: Any, tokens: int = 1024, texts: Mapping[str, str] | None = None
 ) -> dict[str, Probe]:
-    """Probes in the tokens of a model: every text as it runs, then `recall`, `unseen`, `needles`.
+    """Makes probes in a model's tokens: all texts as they are, then `recall`, `unseen`, `needles`.
 
     Args:
-        tokens: length of each; of a shorter text all is read.
-        texts: by name. The passage that `recall` repeats comes from the end of the first one, what
-            lies between, and what hides the needles, from the last. Default: `prose` and `docs`,
-            which come with the package.
+        tokens: the largest length of each probe.
+        texts: by name. The passage that `recall` repeats comes from the end of the first text; the
+            text in between, and around the needles, comes from the last one. Default: `prose` and
+            `docs`, which come with the package.
 
     Returns:
-        By name. `needles` is left out where the text is too short, or the model has no digits.
+        Probes by name. There is no `needles` if the text is too short, or the model has no digits.
 
     Raises:
-        ValueError: a text, or `tokens`, is too short to tell anything.
+        ValueError: a text, or `tokens`, is too short for a measurement.
     """
     if tokens < LEAST:
         raise ValueError(f"length: expected at least {LEAST} tokens, got {tokens}")
@@ -113,9 +112,9 @@ def probes(
 
 
 def recall(source: Tensor, between: Tensor, head: Tensor, tokens: int) -> tuple[Probe, Probe]:
-    """The end of one text, much of another, and that end again; and the same without its first.
+    """Makes two probes: a passage, other text, and the passage again; and without the first one.
 
-    The second, `unseen`, tells what the passage is worth to a model that never saw it.
+    The second probe, `unseen`, shows how well a model predicts the passage that it never saw.
     """
     passage = source[-int(tokens * PASSAGE) :]
     between = between[: tokens - 2 * len(passage) - len(head)]
@@ -129,13 +128,13 @@ def recall(source: Tensor, between: Tensor, head: Tensor, tokens: int) -> tuple[
 
 
 def hidden_facts(tokenizer: Any, hay: Tensor, tokens: int) -> Probe | None:
-    """Facts at even distances in a text, asked for one after the other behind it.
+    """Hides facts at even distances in a text, and asks for them one after the other behind it.
 
-    The questions come when everything was read, so nothing can be kept for their sake. What counts
-    is the digits of the answers.
+    The questions come when everything was read, so a cache cannot keep pages for their sake. Only
+    the digits of the answers count.
 
     Returns:
-        None if hardly anything would lie between the facts, or no token is a digit.
+        None if hardly any text would be between the facts, or no token is a digit.
     """
     facts = [f"\nThe secret number of {c} is {n}.\n" for c, n in zip(CITIES, NUMBERS)]
     asked = [encoded(tokenizer, fact) for fact in facts]
@@ -154,13 +153,13 @@ def hidden_facts(tokenizer: Any, hay: Tensor, tokens: int) -> Probe | None:
 
 
 def encoded(tokenizer: Any, text: str) -> Tensor:
-    """The ids of a text alone, `[n]` int64."""
+    """Returns the ids of a text without special tokens, `[n]` int64."""
     ids = tokenizer(text, add_special_tokens=False).input_ids
     return torch.tensor(ids, dtype=torch.long, device="cpu")
 
 
 def head_of(tokenizer: Any) -> Tensor:
-    """Returns the tokenizer's beginning of every text, which a model misses if trained with it."""
+    """Returns the token that begins every text, if there is one: models trained with it need it."""
     begin = tokenizer("x").input_ids[:1]
     head = begin if begin == [tokenizer.bos_token_id] else []
     return torch.tensor(head, dtype=torch.long, device="cpu")

@@ -1,9 +1,9 @@
-"""The smallest way of keeping whose KL stays below a wish, and how surely on texts like these.
+"""Finds the smallest way of keeping whose KL stays below a wish, and how surely on similar texts.
 
-Texts are cut in windows. A third of them, drawn at random, puts the ways in an order, the closest
-first. The others choose nothing: each way is judged on them in that order until one fails, so that
-all before it hold together as surely as one of them alone (fixed-sequence testing), and the
-smallest may be picked.
+Texts are cut in windows. A third of the windows, drawn at random, only orders the ways, the closest
+first. The other windows only judge: each way in this order, until one fails. So all ways before it
+hold together as surely as one of them alone (fixed-sequence testing), and the smallest may be
+chosen.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .variants import Variant
 
 LEAST_WINDOWS, MOST_WINDOWS = 24, 48
 DRAWS, ENOUGH = 1000, 0.95
-TOGETHER = 8  # windows that are read side by side: each holds the distributions of some tokens
+TOGETHER = 8  # windows read side by side: more take more memory for distributions
 
 
 @dataclass(frozen=True)
@@ -31,11 +31,11 @@ class Promise:
 
     Attributes:
         at_most: the wish, nats.
-        windows: held-out ones; each of 1,000 draws has as many of them, with replacement.
-        near: mean KL of each way on the windows that put them in order; the closest first.
-        kl, held: of the ways that were judged, their mean KL on the held-out windows, and the share
-            of draws in which it was at most the wish.
-        chosen: the smallest that held; None where none did.
+        windows: how many held-out windows there are; each of 1,000 draws takes as many of them,
+            with replacement.
+        near: mean KL of each way on the windows that order the ways; the closest first.
+        kl, held: of judged ways: mean KL on held-out windows, share of draws with at most the wish.
+        chosen: the smallest way that held; None if none did.
     """
 
     at_most: float
@@ -47,7 +47,7 @@ class Promise:
 
     @property
     def sentence(self) -> str:
-        """Says what was found of the nearest or the chosen way."""
+        """The result for the chosen way, or else for the nearest, in words."""
         if not self.near:
             return f"Nothing is promised at {self.at_most:g} nats: all that was tried loses recall."
         name = self.chosen or next(iter(self.near))
@@ -59,14 +59,14 @@ class Promise:
 
 
 def windows_of(tokenizer: Any, length: int, texts: Mapping[str, str] | None = None) -> list[Probe]:
-    """Texts cut in windows, at even distances where there are many; a short text is one.
+    """Cuts texts in windows; of too many it takes some at even distances. A short text is one.
 
     Args:
-        length: tokens of each.
+        length: tokens of each window.
         texts: as for `probes`.
 
     Raises:
-        ValueError: there are too few to say anything of texts like them.
+        ValueError: there are too few windows for a statement on similar texts.
     """
     head, found = head_of(tokenizer), list[Tensor]()
     own = length - len(head)
@@ -96,15 +96,15 @@ def promise_of(
     """Reads windows in each way, and judges them.
 
     Args:
-        ways: by name, each with the bytes that it takes a token.
-        windows: as `windows_of` gives them.
-        tell: as of `compare`.
+        ways: by name, each with its bytes a token.
+        windows: the result of `windows_of`.
+        tell: as in `compare`.
     """
     drawn = torch.randperm(len(windows), generator=_seeded(), device="cpu").tolist()
     third, done = len(windows) // 3, 0
 
     def read(names: list[str], places: list[int], to_come: list[int]) -> dict[str, Tensor]:
-        """The mean KL of each window in some ways, before others."""
+        """Returns the mean KL of each window in some ways; windows `to_come` are read later."""
         nonlocal done
         found: dict[str, list[float]] = {name: [] for name in names}
         for at in range(0, len(places), TOGETHER):
@@ -118,7 +118,7 @@ def promise_of(
         return {name: torch.tensor(kl, device="cpu") for name, kl in found.items()}
 
     near = read([*ways], drawn[:third], drawn[third:]) if ways else {}
-    # What reads less takes as many bytes; of such ways the one that reads least is smallest.
+    # Ways that read fewer tokens take equal bytes; of these the way that reads least is smallest.
     size = {
         name: (nbytes, variant.fields.get("read_tokens", inf))
         for name, (variant, nbytes) in ways.items()
@@ -135,9 +135,9 @@ def judge(
     """Judges ways by the mean KL of windows.
 
     Args:
-        near: of each way, on the windows that put them in order.
-        read: gives that of some ways on the held-out windows.
-        size: of each way, in an order of its own.
+        near: KL of each way, on the windows that order the ways.
+        read: returns the KL of some ways on the held-out windows.
+        size: size of each way, as any values that can be compared.
     """
     means = {name: kl.mean().item() for name, kl in near.items()}
     order = sorted(means, key=means.__getitem__)
@@ -159,11 +159,11 @@ def judge(
 
 
 def share_held(kl: Tensor, at_most: float) -> float:
-    """Share of draws in which the mean of all windows like these is at most so much.
+    """Returns the share of draws in which the mean KL of all similar windows is at most this.
 
-    In each draw it is thought to be as far from the mean of these, in standard errors, as theirs is
-    from that of the draw (the studentized bootstrap). The mean of a draw itself would be too low
-    too often, since a few windows of many have most of the KL.
+    Each draw assumes that this mean is as far from the mean of `kl`, in standard errors, as the
+    mean of `kl` is from the mean of the draw (the studentized bootstrap). The mean of a draw itself
+    would be too low too often, since a few windows of many have most of the KL.
     """
     places = torch.randint(len(kl), (DRAWS, len(kl)), generator=_seeded(), device="cpu")
     drawn = kl.double()[places]
@@ -173,7 +173,7 @@ def share_held(kl: Tensor, at_most: float) -> float:
 
 
 def _distance(kl: float) -> float:
-    """A KL without its rounding below zero; what is no number is as far as can be."""
+    """Returns a KL, with 0 for less than 0, which is rounding, and infinity for NaN."""
     return inf if isnan(kl) else max(0.0, kl)
 
 

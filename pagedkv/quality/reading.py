@@ -1,7 +1,7 @@
-"""Texts are read through several caches side by side, and each token's prediction is compared.
+"""Reads texts through several caches side by side, and compares each token's prediction.
 
-All caches advance by a few tokens at a time, a cache that keeps everything first, so that no more
-than these tokens' distributions are ever held, however long the texts are.
+All caches advance by a few tokens at a time, the full cache first, so that memory holds only these
+tokens' distributions, however long the texts are.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class Reading:
     Attributes:
         nats: -log p of the token.
         rank: 1 if nothing was more likely than the token.
-        kl: KL(full || this) of the distribution it was predicted from; of running texts only.
-        same: whether the most likely token is that of the full cache; of running texts only.
+        kl: KL(full || this) of the distribution that predicted the token; only for running texts.
+        same: whether the full cache has the same most likely token; only for running texts.
     """
 
     probe: Probe
@@ -45,7 +45,7 @@ class Reading:
 
     @classmethod
     def of(cls, probe: Probe) -> Reading:
-        """Makes a reading in which nothing is known yet."""
+        """Makes an empty reading."""
         blank = torch.full((len(probe.ids),), torch.nan, device="cpu")
         return cls(probe, *(blank.clone() for _ in range(4)))
 
@@ -59,12 +59,12 @@ class Reading:
 
     @property
     def found(self) -> tuple[float, float]:
-        """Mean log-probability of the tokens that count, and the share of them ranked first."""
+        """Mean log-probability of the tokens that count, and the share that ranks first."""
         scored = self.probe.scored
         return -self.nats[scored].mean().item(), (self.rank[scored] == 1).float().mean().item()
 
     def note(self, begin: int, log_p: Tensor, full: Tensor | None) -> None:
-        """Adds the predictions `[n, vocab]` made at tokens from `begin` on."""
+        """Adds predictions `[n, vocab]` that were made at tokens from `begin` on."""
         told = self.probe.ids[begin + 1 : begin + 1 + len(log_p)].to(log_p.device)
         if not len(told):
             return
@@ -79,28 +79,28 @@ class Reading:
 
 
 class Reader:
-    """A `with` region in which texts are read, as rows of one batch, through a cache of their own.
+    """A `with` region that reads texts, as rows of one batch, through a cache of their own.
 
-    The cache is asked as in decoding: in steps so small that what is kept, and not what the step
-    brings along, answers.
+    Steps are small, as in decoding, so that answers come from the kept pages and not from the
+    step's own tokens.
     """
 
     def __init__(self, model: Any, variant: Variant, texts: Sequence[Probe]) -> None:
         self.model, self.texts, self.at = model, texts, 0
         with warnings.catch_warnings():
-            # What a cache of a few short probes takes is no advice for the cache of a job.
+            # The size of a cache for a few short probes is no advice for a job's cache.
             warnings.filterwarnings("ignore", "kv_format: .* takes less")
             self.kv = PagedKVCache(config_of(model, variant, texts), device=model.device)
         self.runner = variant.runner(model, cache=self.kv)
         config = self.kv.config
-        # Half a page where whole pages are coded: what reads a page while it is filled shall see it
-        # as decoding does. Else a page, and more of long texts, whose budgets are as much larger.
+        # If whole pages are coded, a step has half a page, so that a page is read while it is being
+        # filled, as in decoding. Else it has a page, or more in long texts with larger budgets.
         self._chunk = max(config.page_size, longest_of(texts) // 128)
         if config.staged:
             self._chunk = max(1, config.page_size // 2)
         if variant is FULL:
             self._chunk = BLOCK
-        # Only decoding steps choose what they read, so tokens of larger steps do not count.
+        # Only decoding steps choose pages, so counted tokens are read one by one.
         self._alone = longest_of(texts)
         if config.read_tokens:
             self._alone = min(int(text.scored[0]) for text in texts)
@@ -117,7 +117,7 @@ class Reader:
         """Reads on.
 
         Yields:
-            A text, index of its first token in a step, log-probabilities `[tokens, vocab]`.
+            A text, the index of its first token in the step, log-probabilities `[tokens, vocab]`.
         """
         until = min(until, longest_of(self.texts))
         while self.at < until:
@@ -136,13 +136,13 @@ class Reader:
 
 
 def config_of(model: Any, variant: Variant, texts: Sequence[Probe]) -> CacheConfig:
-    """The cache in which a variant keeps some texts."""
-    room = len(texts) * (longest_of(texts) + 64)  # and what is begun of a page
+    """Returns the configuration of the cache in which a variant keeps some texts."""
+    room = len(texts) * (longest_of(texts) + 64)  # 64 for the page being written
     return cache_config(model, room, **{"max_sequences": len(texts), **variant.fields})
 
 
 def longest_of(texts: Iterable[Probe]) -> int:
-    """Tokens of the longest."""
+    """Counts the tokens of the longest text."""
     return max(len(text.ids) for text in texts)
 
 
@@ -153,15 +153,15 @@ def compare(
     texts: Sequence[Probe],
     tell: Callable[[int, int], None] = lambda done, total: None,
 ) -> list[dict[str, Reading]]:
-    """Reads texts in every variant; running texts beside the full cache.
+    """Reads texts in every variant, and compares running texts with the full cache.
 
     Args:
-        variants: `FULL` among them is read as what the others are compared with.
-        tell: is called now and then with the tokens read, of all texts and variants together, and
-            with those to be read.
+        variants: the reading of `FULL`, if it is one of them, is also the basis of comparison.
+        tell: is called now and then with how many tokens were read, over all texts and variants,
+            and how many there are.
 
     Returns:
-        Readings by the names of the texts, for each variant.
+        For each variant, readings by the names of the texts.
     """
     compared = [text for text in texts if text.running or FULL in variants]
     kept = [text for text in texts if not text.full_only]
@@ -197,12 +197,12 @@ def compare(
 
 
 def tokens_of(texts: Iterable[Probe]) -> int:
-    """Tokens of all of them."""
+    """Counts the tokens of all texts."""
     return sum(len(text.ids) for text in texts)
 
 
 def _groups(model: Any, variants: Sequence[Variant], texts: Sequence[Probe]) -> list[list[int]]:
-    """Indices of variants whose caches fit into half of the memory together with the full one."""
+    """Groups variants' indices so that a group's caches and the full one fit in half of memory."""
     room = available_memory(model.device) // 2 - config_of(model, FULL, texts).nbytes
     groups: list[list[int]] = [[]]
     left = room

@@ -1,4 +1,4 @@
-"""Ways of keeping K and V that are held against each other."""
+"""Ways of keeping K and V that are compared."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class Variant:
 
     Attributes:
         name: its row in tables.
-        fields: of `CacheConfig`.
-        runner: what reads the texts; takes the model and `cache`.
+        fields: fields of `CacheConfig`.
+        runner: makes the object that reads the texts; takes the model and `cache`.
     """
 
     name: str
@@ -42,13 +42,13 @@ def variant(
     length: int = 1024,
     page_size: int | None = None,
 ) -> Variant:
-    """A variant, named by what it changes.
+    """Makes a variant, whose name says what it changes.
 
     Args:
         kv_format: as in `CacheConfig`.
-        retention, budget, keep: what is forgotten first, and how much stays, as in `CacheConfig`.
-        read: what a decoding query reads: a share of `length` if at most 1, else tokens. Shares are
-            rounded to whole pages, of which there are at least four.
+        retention, budget, keep: as in `CacheConfig`.
+        read: how much a decoding query reads: a share of `length` if at most 1, else tokens. Shares
+            are rounded to whole pages, at least four.
         length: tokens of the texts.
     """
     k, v = format_pair(kv_format)
@@ -73,7 +73,7 @@ def variant(
 
 
 def counted(config: CacheConfig) -> CacheConfig:
-    """The cache whose bytes count: one in bfloat16 for one in float32, as caches are kept in it."""
+    """Returns the configuration whose bytes count: bfloat16 for float32, as caches are kept."""
     return replace(config, dtype="bfloat16") if config.dtype == "float32" else config
 
 
@@ -87,7 +87,7 @@ def bytes_held(config: CacheConfig, tokens: int) -> int:
         elif config.kept is not None:
             whole, begun = divmod(tokens, config.page_size)
             stays = int(config.kept.pages(whole))
-            held = min(held, stays + (begun > 0))  # another goes once the begun one is complete
+            held = min(held, stays + (begun > 0))  # a page goes when the begun one is complete
         exact = min(held, 2) if config.staged else 0
         total += (held - exact) * config.bytes_per_page(number)
         total += exact * config.bytes_per_staging_page(number)
@@ -95,14 +95,14 @@ def bytes_held(config: CacheConfig, tokens: int) -> int:
 
 
 def pays_from(config: CacheConfig, other: CacheConfig) -> int | None:
-    """Tokens from which on a row takes fewer bytes than in another cache; None if it never does.
+    """Returns from how many tokens on a row takes fewer bytes than in another cache, or None.
 
-    Pages that are not coded yet take room of their own, and pages may be larger, so that fewer
-    bits take more bytes in a short row.
+    Fewer bits may take more bytes in a short row, because staging pages are not coded and pages may
+    be larger.
     """
     config, other = counted(config), counted(other)
     size = min(config.page_size, other.page_size)
-    # Where a page begins and where one is complete: nothing changes between.
+    # Lengths at which a page is complete or begins: bytes change only there.
     lengths = takewhile(
         lambda n: n <= LONGEST, (size * i + more for i in count() for more in (0, 1))
     )
