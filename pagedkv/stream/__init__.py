@@ -1,12 +1,12 @@
 """Running a transformers model one layer at a time, from its safetensors files.
 
-`skeleton.py` builds the model without weights and holds it against the checkpoint, `tensor_map.py`
+`skeleton.py` builds the model without weights and compares it with the checkpoint, `tensor_map.py`
 knows which bytes are which tensor, `weights.py` reads them, `layers.py` finds the layers,
-`placement.py` gives each tensor its place, `lazy_tensor.py` stands where one streams, `ring.py`
-brings them, `experts/` brings those of a mixture that are asked for, `embedding_head.py` serves an
-embedding and a head that are not resident, `forwards.py` runs transformers' own forwards with what
-they need, `pass_lock.py` lets one thread in, `refusals.py` refuses what needs all weights at once,
-`streamer.py` opens and closes it all, `stats.py` reports.
+`placement.py` gives each tensor its place, `lazy_tensor.py` stands in for streamed tensors,
+`ring.py` brings layers, `experts/` brings the experts that are routed to, `embedding_head.py`
+serves an embedding and a head that are not resident, `forwards.py` runs transformers' own forwards
+with their weights, `pass_lock.py` lets in one thread at a time, `refusals.py` refuses uses that
+need all weights at once, `streamer.py` opens and closes everything, `stats.py` reports.
 """
 
 from .bandwidth import measure_experts as measure_experts

@@ -1,4 +1,4 @@
-"""`HostArena`: host memory that files are read into and that a device may copy from."""
+"""`HostArena`: host memory into which files are read, and from which a device may copy."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from torch import Tensor
 class HostArena:
     """A piece of host memory, as bytes and as a tensor over the same bytes.
 
-    It is mapped, not allocated: exactly so large, on page boundaries, on huge pages where there
-    are any, and pinned in place. torch's own pinned memory is rounded up to a power of two.
+    It is mapped, not allocated: exactly as large as asked, on page boundaries, on huge pages if
+    there are any, and pinned in place. torch would round pinned memory up to a power of two.
 
     Args:
-        pin: lock it, so that a CUDA device copies from it without the host; where that fails a
+        pin: lock it, so that a CUDA device copies from it without the host; if that fails, a
             warning says so, and copies are slower.
     """
 

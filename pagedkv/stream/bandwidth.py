@@ -16,12 +16,12 @@ from .arena import HostArena
 from .experts import moves
 from .mxfp4 import packed_in
 
-SAMPLE = 64 << 20  # bytes: some 3 ms at 25 GB/s, against which starting a copy is nothing
+SAMPLE = 64 << 20  # bytes: some 3 ms at 25 GB/s, so starting a copy does not matter
 TURNS = 3
 
 
 def measure_link(checkpoint: Checkpoint, device: torch.device) -> float:
-    """GB/s of the slowest link on the way of weights to a device; takes a tenth of a second.
+    """Measures GB/s of the slowest link from weights to a device; takes a tenth of a second.
 
     On CUDA it copies from pinned memory; on a CPU it reads from one of the checkpoint's files.
     """
@@ -32,11 +32,11 @@ def measure_link(checkpoint: Checkpoint, device: torch.device) -> float:
 def measure_experts(checkpoint: Checkpoint, nbytes: int) -> float:
     """Measures GB/s of reading `nbytes` at a time, here and there, as a CPU reads experts.
 
-    It reads into memory that is there, as that of experts that go is; for tensors so small that
-    their memory does not move, it reads into memory that the system makes as they arrive.
+    It reads into existing memory, like that of evicted experts; for tensors so small that their
+    memory does not move, it reads into memory that the system makes as they arrive.
 
     Args:
-        nbytes: of the largest tensor of an expert.
+        nbytes: bytes of the largest tensor of an expert.
     """
     path, size = _file_of(checkpoint)
     nbytes = min(nbytes, size)
@@ -56,7 +56,7 @@ def _unpacked(checkpoint: Checkpoint, gbps: float) -> float:
         sizes = [nbytes for *_, nbytes in packed.parts(0)]
         raw = [torch.zeros(size, dtype=torch.uint8, device="cpu") for size in sizes]
         target = torch.empty(packed.shape[1:], dtype=torch.bfloat16, device="cpu")
-        packed.unpack(raw, target)  # its memory is there before the clock runs
+        packed.unpack(raw, target)  # makes its memory before the clock runs
         started = perf_counter()
         packed.unpack(raw, target)
         seconds = perf_counter() - started + sum(map(len, raw)) / (1e9 * gbps)
@@ -65,7 +65,7 @@ def _unpacked(checkpoint: Checkpoint, gbps: float) -> float:
 
 
 def _file_of(checkpoint: Checkpoint) -> tuple[Path, int]:
-    """The file of the largest tensor, and its size."""
+    """Returns the file of the largest tensor, and its size."""
     largest = max(checkpoint.tensors.values(), key=lambda tensor: tensor.nbytes)
     return largest.file, os.path.getsize(largest.file)
 
@@ -96,7 +96,7 @@ def _to_card(checkpoint: Checkpoint, device: torch.device) -> float:
 def _from_file(checkpoint: Checkpoint, device: torch.device) -> float:
     path, size = _file_of(checkpoint)
     arena = HostArena(min(SAMPLE, size))
-    arena.tensor.zero_()  # its pages are there before the clock runs
+    arena.tensor.zero_()  # makes its pages before the clock runs
     file = os.open(path, os.O_RDONLY)
     try:
         start = perf_counter()

@@ -1,7 +1,7 @@
 """An embedding that stays in its file and a head that passes through the ring.
 
-The embedding's own forward runs over the rows of the ids at hand, gathered from the file. The head
-is a linear map: it runs over blocks of its rows, whose logits are laid side by side.
+The embedding's own forward runs over the rows of the call's ids, gathered from the file. The head
+is a linear map: it runs over blocks of its rows and concatenates their logits.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ class EmbeddingRows:
         self._site, self._padding = site, module.padding_idx
         self._count = module.num_embeddings
         self._arena = HostArena(1)
-        # It says whose gradient is dropped, and would be compared with indices of gathered rows.
+        # It only names a row without gradient, and would be compared with indices of gathered rows.
         module.padding_idx = None
         self.module, self._forward = module, module.forward
 
     def forward(self, ids: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """The embedding's own forward, over the rows of these ids."""
+        """Runs the embedding's own forward over the rows of these ids."""
         self._site.require_empty()
         found, places = torch.unique(ids.cpu(), return_inverse=True)
         try:
@@ -84,7 +84,7 @@ def head_units(store: WeightStore, head: TensorSite, name: str, rows: int) -> li
     """Returns the blocks of a head, `rows` rows each.
 
     Raises:
-        UnsupportedModelError: the head is no plain linear map over rows of one tensor.
+        UnsupportedModelError: the head is no plain linear map with the rows of one tensor.
     """
     if type(head.owner) is not nn.Linear:
         raise UnsupportedModelError(
@@ -100,10 +100,10 @@ def head_units(store: WeightStore, head: TensorSite, name: str, rows: int) -> li
 def blockwise(
     module: nn.Linear, blocks: int, borrow: Callable[[int], Tensor], give_back: Callable[[], None]
 ) -> Callable[[Tensor], Tensor]:
-    """A forward of a linear map whose rows come in blocks.
+    """Makes a forward of a linear map whose rows come in blocks.
 
     Args:
-        borrow: returns the rows of a block, `[rows, in]`, once they are there.
+        borrow: waits for a block and returns its rows, `[rows, in]`.
         give_back: called when the rows were used.
     """
 

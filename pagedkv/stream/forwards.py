@@ -1,7 +1,7 @@
-"""`Passes`: the forwards of a streamed model, and which layer's weights are bound while one runs.
+"""`Passes`: the forwards of a streamed model, which bind a layer's weights while it runs.
 
 Each forward that needs streamed weights takes turns with forwards of other threads, binds the
-weights as it begins and takes them back however it ends. The computation in between is
+weights when it begins, and takes them back even if it raises. The computation in between is
 transformers' own.
 """
 
@@ -31,16 +31,16 @@ from .stats import StreamStats
 from .weights import WeightStore
 
 Forward = Callable[..., Any]
-STEADY = 0.9  # of the share up to which experts are read alone, after passes that read all
+STEADY = 0.9  # factor of `most_alone` after passes that read all experts of a layer
 
 
 class Passes:
     """Wraps a model's forwards so that they bring the weights they need.
 
     Args:
-        ring: brings the units of `places`; None where nothing streams.
-        most_alone: the share of a layer's experts up to which those that a call lacks are read
-            alone.
+        ring: brings the units of `places`; None if nothing streams.
+        most_alone: if a call lacks at most this share of a layer's experts, it reads only the
+            lacking ones.
     """
 
     def __init__(
@@ -85,12 +85,12 @@ class Passes:
             self._wrap(places.head.owner, self._whole_head(places.head))
         for module in models_in(model):
             self._wrap(module, self._outside_layers(module, module.forward))
-        # A whole pass runs without gradients; a part that is called by itself with gradients
+        # A whole pass runs without gradients. A part that is called by itself while gradients are
         # enabled raises GradModeError.
         self._wrap(model, self._counted(torch.no_grad()(model.forward)))
 
     def close(self) -> None:
-        """Waits for the pass of another thread, and takes the forwards back."""
+        """Waits for the pass of another thread, and restores the original forwards."""
         self._turns.close(self._end)
 
     def _end(self) -> None:
@@ -103,7 +103,7 @@ class Passes:
         self._places.close()
 
     def _begin(self) -> None:
-        """Takes back what an interrupt may have left bound.
+        """Takes back tensors that an interrupt may have left bound.
 
         Raises:
             CheckpointError: a file was written to.
@@ -127,18 +127,18 @@ class Passes:
             )
 
     def _wrap(self, module: nn.Module, forward: Forward) -> None:
-        """Replaces a module's forward by this one, in turn with those of other threads."""
+        """Replaces a module's forward by this one, which takes turns with other threads."""
         forward = self._turns.taking(forward)
-        # Without its attributes: by one of them a torch before 2.13 calls what is wrapped instead.
+        # Without the attributes: because of one, torch before 2.13 calls the wrapped function.
         forward = functools.wraps(module.forward, updated=())(forward)
-        # A compiler would trace weights that come and go.
+        # A compiler must not trace weights that come and go.
         if self._ring is not None or self._places.experts:
             forward = torch.compiler.disable(forward)
         module.forward = forward
         self._undo.append(lambda: module.__dict__.pop("forward", None))
 
     def _outside_layers(self, module: nn.Module, forward: Forward) -> Forward:
-        """A forward that must not run while a layer computes."""
+        """Wraps a forward that must not run while a layer computes."""
 
         def outside(*args: Any, **kwargs: Any) -> Any:
             self._require_idle(type(module).__name__)
@@ -147,7 +147,7 @@ class Passes:
         return outside
 
     def _counted(self, forward: Forward) -> Forward:
-        """A whole pass, which statistics and the bar show."""
+        """Wraps the forward of a whole pass, which statistics and the bar show."""
 
         def counted(*args: Any, **kwargs: Any) -> Any:
             ids = kwargs.get("input_ids", args[0] if args else None)
@@ -165,7 +165,7 @@ class Passes:
         return counted
 
     def _with_weights(self, index: int, sites: list[TensorSite], forward: Forward) -> Forward:
-        """A layer's forward, with its weights."""
+        """Wraps a layer's forward so that it has its weights."""
         name = self._places.units[index].name
 
         def with_weights(*args: Any, **kwargs: Any) -> Any:
@@ -184,7 +184,7 @@ class Passes:
         return with_weights
 
     def _routed(self, index: int, experts: Experts, forward: Forward) -> Forward:
-        """A forward of experts, with those that it is routed to, or with all of a layer."""
+        """Wraps a forward of experts so that it has the routed ones, or all of a layer."""
 
         def routed(*args: Any, **kwargs: Any) -> Any:
             _require_no_grad(experts.name)
@@ -237,14 +237,14 @@ class Passes:
         return expected
 
     def _most(self) -> float:
-        """The share of a layer's experts that a call may lack if it is to read experts alone.
+        """Returns the largest share of lacking experts with which a call reads single experts.
 
-        A pass that reads all of a layer goes on so, and the next one changes back with a margin:
-        else layers at the edge would take turns, and each make its memory anew.
+        After a pass read all experts of a layer once, it reads all until its end, and the next pass
+        changes back only with a margin: else layers near the limit would remake memory in turn.
         """
         if self._all_experts is None:
             return self._most_alone
-        # Below 0, as a call may lack none and have room for more.
+        # -inf, because the lacking count less the free slots may be negative.
         return -inf if self._read_all_in == self._turns.count else STEADY * self._most_alone
 
     def _bind_all(self, index: int, experts: Experts) -> Ring:
@@ -256,7 +256,7 @@ class Passes:
         if self._all_experts is None:
             units = [unit for unit, _ in self._places.expert_units]
             held, how = self._places.held_experts, (RING_DEPTH, self._device, self._stats)
-            # What decodes behind a prompt asks for few experts.
+            # Decoding steps behind a prompt ask for few experts, so nothing is read ahead.
             self._all_experts = Ring(self._store, units, held, *how, cyclic=False)
         ring = self._all_experts
         slot = ring.ring.slots[ring.acquire(index)]
@@ -267,21 +267,21 @@ class Passes:
         return ring
 
     def _close_all_experts(self) -> None:
-        """Gives back the memory of all experts, which the last passes needed."""
+        """Gives back the memory for all experts of a layer."""
         if self._all_experts is not None:
             self._all_experts.close()
-            self._all_experts = None  # once it is closed, as an interrupt may come before
+            self._all_experts = None  # after `close`, which an interrupt may cut short
 
     def _bind(self, index: int, sites: list[TensorSite]) -> None:
         views = self._in_slot(index)
         self._bound = index, list(zip(sites, views, strict=True))
         for site, view in self._bound[1]:
-            if view.requires_grad != site.empty.requires_grad:  # frozen, or thawed, since
+            if view.requires_grad != site.empty.requires_grad:  # it has changed since
                 view.requires_grad_(not view.requires_grad)
             site.set(view)
 
     def _take_back(self) -> None:
-        """Takes back the weights that are bound; a tensor that other code put there stays."""
+        """Takes bound weights back; a tensor that other code put there stays."""
         if self._bound is None:
             return
         for site, view in self._bound[1]:
@@ -291,7 +291,7 @@ class Passes:
         self._give_back()
 
     def _whole_head(self, head: TensorSite) -> Forward:
-        """The head's forward, over blocks that pass through the ring."""
+        """Makes the head's forward, over blocks that pass through the ring."""
         module: Any = head.owner
         first = len(self._places.layers)
         blocks = blockwise(
@@ -309,14 +309,14 @@ class Passes:
         return whole
 
     def _in_slot(self, index: int) -> list[Tensor]:
-        """Waits for a unit and returns its tensors, which units of one layout share over a slot."""
+        """Waits for a unit and returns its tensors; units of one layout share them in a slot."""
         assert self._ring is not None
         _require_no_grad(self._places.units[index].name)
         slot = self._ring.acquire(index)
         forget_casts()
         key = self._layouts[index], slot
         if key not in self._views:
-            with torch.inference_mode(False):  # they outlast the mode of this pass
+            with torch.inference_mode(False):  # they outlast a pass in inference mode
                 self._views[key] = self._places.views(index, self._ring.ring.slots[slot])
         return self._views[key]
 
@@ -334,5 +334,5 @@ def _require_no_grad(name: str) -> None:
 
 
 def models_in(model: PreTrainedModel) -> list[PreTrainedModel]:
-    """The model and the models inside."""
+    """Returns the model and the models inside it."""
     return [module for module in model.modules() if isinstance(module, PreTrainedModel)]

@@ -27,7 +27,7 @@ class TensorSite:
         key: the tensor's key in this dictionary.
         name: the tensor's name in the model.
         parameter: whether the tensor is a parameter; else it is a buffer.
-        empty: the tensor that stood there first, which a streamed layer has between passes.
+        empty: the tensor that was there first, which a streamed layer has between passes.
     """
 
     owner: nn.Module
@@ -47,7 +47,7 @@ class TensorSite:
         self.where[self.key] = tensor
 
     def require_empty(self) -> None:
-        """Raises StreamError where another tensor was put there."""
+        """Raises StreamError if another tensor was put there."""
         if self.where.get(self.key) is not self.empty:
             raise StreamError(
                 f"{self.name} is streamed and was replaced; the next pass would read its file "
@@ -55,10 +55,10 @@ class TensorSite:
             )
 
     def like(self, tensor: Tensor) -> Tensor:
-        """A tensor of the kind that stood there first: a parameter or a plain tensor.
+        """Makes a tensor of the kind that was there first: a parameter or a plain tensor.
 
-        It requires gradients if the first one did: for such weights torch multiplies in other
-        shapes, even under `no_grad`, and bits would differ from those of the model in memory.
+        It requires gradients if the first one did: with such weights torch multiplies in other
+        shapes, even under `no_grad`, and bits must be those of the model in memory.
         """
         if not self.parameter:
             return tensor
@@ -66,15 +66,15 @@ class TensorSite:
 
 
 def forget_casts() -> None:
-    """Makes `torch.autocast` cast anew: it knows weights by tensors, whose contents change.
+    """Makes `torch.autocast` cast anew: it keeps casts by tensor, but contents change.
 
-    To be called whenever other weights are bound.
+    Call it whenever other weights are bound.
     """
     torch.clear_autocast_cache()
 
 
 def sites_of(model: nn.Module) -> list[TensorSite]:
-    """All sites of a model that hold a tensor; a tied tensor has several."""
+    """Returns all sites of a model that hold a tensor; a tied tensor has several."""
     found = []
     for prefix, module in model.named_modules():
         for where, parameter in ((module._parameters, True), (module._buffers, False)):
@@ -113,7 +113,7 @@ def make_absent(
 
 
 def by_layer(model: nn.Module, layers: nn.ModuleList) -> dict[int, list[TensorSite]]:
-    """Sites by the index of their layer; tensors that several layers use are glue."""
+    """Returns sites by the index of their layer; tensors that several layers use are glue."""
     homes: dict[int, int] = {}
     for index, layer in enumerate(layers):
         for module in layer.modules():

@@ -1,6 +1,6 @@
 """`Absent`: a stand-in for a weight that streams, while the weight is not on the device.
 
-A plain tensor on the meta device would not do: torch multiplies by one without an error, and
+A plain tensor on the meta device is not enough: torch multiplies by one without an error, and
 returns memory that was never written.
 """
 
@@ -24,7 +24,7 @@ METHODS = frozenset(
 )
 VALUES = {"data", "T", "H", "mT", "mH", "real", "imag"}  # attributes that need values
 SETTABLE = {"requires_grad", "grad"}
-# Attributes that tell a device: they tell the one where the weight is going to be.
+# Attributes that tell a device: they tell the device on which the weight will be.
 PLACES: dict[str, Callable[[torch.device], Any]] = {
     "device": lambda device: device,
     "is_cpu": lambda device: device.type == "cpu",
@@ -55,20 +55,20 @@ class Absent(Tensor):
         device: torch.device,
         read: Callable[[range], Tensor],
     ) -> Absent:
-        """A stand-in with the shape and dtype of a tensor on the meta device.
+        """Makes a stand-in with the shape and dtype of a tensor on the meta device.
 
         Args:
             read: reads elements from the checkpoint.
         """
         absent = Tensor._make_subclass(Absent, tensor, tensor.requires_grad)
-        absent.__dict__.update(vars(tensor))  # what transformers noted on it
+        absent.__dict__.update(vars(tensor))  # transformers' notes on it
         absent.path, absent._device, absent._read, absent._known = path, device, read, None
         if parameter:
-            absent._is_param = True  # by this torch knows an nn.Parameter of another class
+            absent._is_param = True  # marks an nn.Parameter of another class
         return absent
 
     def elements(self, places: range) -> Tensor:
-        """Some elements of the flat tensor, as the model computes with them; read once."""
+        """Returns elements of the flat tensor as the model uses them; keeps the last ones read."""
         if self._known is None or self._known[0] != places:
             self._known = places, self._read(places)
         return self._known[1]
@@ -81,7 +81,7 @@ class Absent(Tensor):
         kwargs = kwargs or {}
         absent = next(x for x in tree_leaves((args, kwargs)) if isinstance(x, Absent))
         if func is Tensor.detach:
-            return absent  # a plain tensor would be computed with
+            return absent  # torch would compute with a plain meta tensor
         if func.__name__ == "__get__" and _name(func) in PLACES:
             return PLACES[_name(func)](absent._device)
         if not _without_values(func):

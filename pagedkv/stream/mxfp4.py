@@ -1,11 +1,11 @@
 """Experts in mxfp4, as gpt-oss's checkpoints have them, unpacked as they are read.
 
-A byte holds two elements of four bits, and 32 elements share a scale: an exponent of two. A
-checkpoint has `blocks` `[E, O, G, 16]` and `scales` `[E, O, G]` of a parameter `[E, 32 G, O]`, so
-what an expert needs lies in one piece of each.
+A byte holds two elements of four bits, and 32 elements share a scale: an exponent of two. For a
+parameter `[E, 32 G, O]` a checkpoint has `blocks` `[E, O, G, 16]` and `scales` `[E, O, G]`, so an
+expert is one contiguous piece of each.
 
-Values are those that transformers unpacks a whole model to where it computes without kernels for
-mxfp4: bit by bit, over all bytes and scales. What stays in memory stays unpacked, because unpacking
+The values equal, bit for bit, those that transformers unpacks a whole model to if it has no kernels
+for mxfp4; this holds for all bytes and scales. Experts in memory stay unpacked, because unpacking
 an expert takes longer than reading it.
 """
 
@@ -26,9 +26,9 @@ from pagedkv.models.headers import BLOCKS, SCALES
 from pagedkv.models.packing import method_of
 
 VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # and the same below zero
-BIAS = 127  # of a scale's exponent
+BIAS = 127  # bias of a scale's exponent
 IN_BLOCK = 32  # elements of one scale, in 16 bytes
-ROWS = 256  # of an expert that are unpacked at once: what the processor's cache holds
+ROWS = 256  # rows of an expert unpacked at once, which the processor's cache holds
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +95,7 @@ class Packed:
 
 @cache
 def _pairs() -> Tensor:
-    """Both elements of each byte below each scale, as one number: index `scale << 8 | byte`."""
+    """Returns both elements of each byte with each scale as one number, at `scale << 8 | byte`."""
     every = [*VALUES, *(-value for value in VALUES)]
     values = torch.tensor(every, dtype=torch.bfloat16, device="cpu")
     byte = torch.arange(256, dtype=torch.int32, device="cpu")
@@ -105,7 +105,7 @@ def _pairs() -> Tensor:
 
 
 def packed_in(checkpoint: Checkpoint) -> dict[str, Packed]:
-    """The parameters that a checkpoint has in mxfp4, by name.
+    """Returns the parameters that a checkpoint has in mxfp4, by name.
 
     Raises:
         CheckpointMismatch: two tensors do not belong together.
@@ -130,16 +130,16 @@ def packed_in(checkpoint: Checkpoint) -> dict[str, Packed]:
 
 
 def unpacked_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of experts in a model of this one, as in memory.
+    """Returns the dtype that unpacked experts have in a model of this dtype.
 
-    It is the model's own, or bfloat16 where transformers' operation knows no other, as in 5.17.0.
+    It is the model's own, or bfloat16 if transformers' operation knows no other, as in 5.17.0.
     """
     known = "dtype" in signature(dequantize_convertops).parameters
     return dtype if known else torch.bfloat16
 
 
 def require_on_cpu(checkpoint: Checkpoint, device: torch.device) -> None:
-    """Raises UnsupportedModelError for a card, on which transformers leaves them packed."""
+    """Raises UnsupportedModelError for a card, on which transformers leaves experts packed."""
     if device.type != "cpu" and method_of(checkpoint.config) == "mxfp4":
         raise UnsupportedModelError(
             f"{checkpoint.folder}: weights in mxfp4 stream on CPUs, which unpack them as they are "

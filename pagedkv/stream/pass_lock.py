@@ -13,12 +13,12 @@ from pagedkv.errors import StreamError
 class PassLock:
     """Turns of threads.
 
-    Whether a forward is the outermost is asked of the lock, which an interrupt leaves right: a
-    count of our own would stay wrong where Ctrl-C comes while a forward is left.
+    The lock itself tells whether a forward is the outermost, because it stays right after an
+    interrupt; a separate count would be wrong if Ctrl-C comes while a forward is left.
 
     Args:
-        before: runs ahead of an outermost forward, once it is its turn.
-        after: runs behind one that returned.
+        before: runs before an outermost forward, when it has its turn.
+        after: runs after an outermost forward that returned.
 
     Attributes:
         count: outermost forwards so far, of the model and of parts that were called by themselves.
@@ -31,7 +31,7 @@ class PassLock:
         self.count = 0
 
     def taking(self, forward: Callable[..., Any]) -> Callable[..., Any]:
-        """A forward that waits until no other thread computes.
+        """Wraps a forward so that it waits until no other thread computes.
 
         Raises:
             StreamError: the streamer was closed, or is another process's.
@@ -52,7 +52,7 @@ class PassLock:
         return in_turn
 
     def run(self, work: Callable[[], Any]) -> Any:
-        """Does what looks at all weights, once no other thread computes.
+        """Runs work that looks at all weights, when no other thread computes.
 
         Raises:
             StreamError: the streamer was closed, or is another process's.
@@ -60,11 +60,11 @@ class PassLock:
         return self.taking(work)()
 
     def close(self, undo: Callable[[], None]) -> None:
-        """Waits for the pass of another thread; there is none after it.
+        """Waits for the pass of another thread; later passes raise.
 
         Args:
-            undo: runs then; not in a process that was forked from this one, where threads that may
-                hold the lock are not.
+            undo: runs then; but not in a process that was forked from this one, because it lacks
+                the threads that may hold the lock.
         """
         if os.getpid() != self._process:
             self._closed = True

@@ -37,22 +37,22 @@ from .weights import Unit, WeightStore
 
 @dataclass(frozen=True)
 class Wanted:
-    """The weights that are to stay on the device or in host memory.
+    """The weights that stay on the device or in host memory.
 
     Attributes:
         resident: layers that stay on the device.
-        host: layers that stay in host memory; on a card with the experts that come alone.
+        host: layers that stay in host memory; on a card with their experts.
         embedding: whether the embedding stays on the device.
-        tables: whether tables that are larger than the embedding do; else their rows are read.
+        tables: whether tables larger than the embedding stay there; else their rows are read.
         head: whether the head stays on the device.
         head_rows: rows of a streamed head in one block.
         head_in_host: whether a streamed head stays in host memory.
         depth: slots of the ring.
-        expert_slots: experts of a layer that stay in memory, others come when they are routed to;
-            0 for layers that are read as a whole.
-        alone: the share of a layer's experts up to which these are read alone; where a call lacks
-            more, all of them are read.
-        all_fit: whether there is room for all experts of a layer beside those that stay.
+        expert_slots: how many experts of a layer stay in memory; others come when they are routed
+            to. 0: layers are read as a whole.
+        alone: the share of a layer's experts up to which lacking ones are read singly; if a call
+            lacks more, all are read.
+        all_fit: whether there is room for all experts of a layer beside the experts that stay.
     """
 
     resident: Sequence[int] = ()
@@ -69,12 +69,12 @@ class Wanted:
 
     @property
     def most_alone(self) -> float:
-        """The share up to which experts are read alone: any, where there is no room for all."""
+        """The share up to which experts are read singly; infinite without room for all."""
         return self.alone if self.all_fit else inf
 
     @staticmethod
     def by(plan: MemoryPlan) -> Wanted:
-        """The places that a plan chose."""
+        """Returns the places that a plan chose."""
         experts = plan.shape.experts
         return Wanted(
             resident=plan.resident_layers,
@@ -99,9 +99,9 @@ class Places:
             head.
         layers: for each unit that is a layer, the module and the sites of its tensors.
         held: host memory of units that stay there, by index of the unit.
-        experts: modules of experts that are read when they are routed to, and what reads them.
-        expert_units: of each of these modules a unit of all its experts, and its sites.
-        held_experts: host memory of these units, of those that stay there, by index.
+        experts: modules whose experts are read when they are routed to, and their `Experts`.
+        expert_units: for each of these modules, a unit of all its experts, and its sites.
+        held_experts: host memory of these units if they stay there, by index.
         by_row: the sites of embeddings whose rows are read when they are looked up.
         head: the site of the head's weight, if that is not resident.
 
@@ -129,7 +129,7 @@ class Places:
         self.expert_units: list[tuple[Unit, list[TensorSite]]] = []
         self.held_experts: dict[int, HostArena] = {}
         self._staging = Staging(device) if needs_slots(device) else None
-        self._mappings = most_mappings()  # that are left for rows of experts
+        self._mappings = most_mappings()  # left for rows of experts
         self._wide = WideMemory() if wanted.all_fit and not self._staging else None
         self.by_row: list[TensorSite] = []
         self.head: TensorSite | None = None
@@ -150,7 +150,7 @@ class Places:
         self._place_glue(self._to_fill(groups[GLUE]), wanted)
 
     def close(self) -> None:
-        """Gives back the memory of experts, and host memory, which nothing copies from any more."""
+        """Gives back the memory of experts, and host memory; waits until nothing copies from it."""
         if self._staging is not None:  # first: it waits until nothing is copied to slots
             self._staging.close()
         for _, experts in self.experts:
@@ -162,17 +162,17 @@ class Places:
         self.give_back()
 
     def give_back(self) -> None:
-        """Gives back the memory of wide passes, where all experts of a layer need room."""
+        """Gives back the memory of wide passes, if all experts of a layer need the room."""
         if self._wide is not None:
             self._wide.give_back()
 
     def source(self, name: str) -> str:
-        """The name in the store of a tensor of the model."""
+        """Returns the name in the store of a tensor of the model."""
         tied, known = self._model.all_tied_weights_keys.get(name), self._store.origins
         return name if name in known or tied not in known else tied
 
     def views(self, index: int, buffer: Tensor) -> list[Tensor]:
-        """A unit's tensors over its bytes, as the model holds them."""
+        """Returns a unit's tensors over its bytes, as the model holds them."""
         unit = self.units[index]
         if index < len(self.layers):
             return self._made(unit, self.layers[index][1], buffer)
@@ -180,13 +180,13 @@ class Places:
         return [self.head.like(unit.places[0].view(buffer))]
 
     def expert_views(self, index: int, buffer: Tensor) -> list[Tensor]:
-        """Tensors of all experts of a module over a unit's bytes."""
+        """Returns tensors of all experts of a module over a unit's bytes."""
         return self._made(*self.expert_units[index], buffer)
 
     def _place_layer(
         self, index: int, layer: nn.Module, sites: list[TensorSite], wanted: Wanted
     ) -> None:
-        cpu = self._device.type == "cpu"  # host memory is where it computes
+        cpu = self._device.type == "cpu"  # a CPU computes in host memory
         if wanted.expert_slots:
             sites = self._without_experts(index, layer, sites, wanted)
         unit = self._unit(f"layer {index}", sites)
@@ -201,7 +201,7 @@ class Places:
     def _without_experts(
         self, index: int, layer: nn.Module, sites: list[TensorSite], wanted: Wanted
     ) -> list[TensorSite]:
-        """A layer's sites but for those of its experts, which come when they are routed to."""
+        """Returns a layer's sites without its experts, which come when they are routed to."""
         for module in experts_in(layer):
             mine = [site for site in sites if site.owner is module]
             if mine:
@@ -234,7 +234,7 @@ class Places:
         embedding = wanted.embedding
         head = wanted.head or (wanted.head_in_host and self._device.type == "cpu")
         if getattr(first, "weight", None) is getattr(last, "weight", None):
-            embedding = head = embedding or head  # one tensor, resident for both or for none
+            embedding = head = embedding or head  # one tensor, resident for both or neither
         if not embedding:
             self.by_row.append(self._weight_of(first))
         if not head:
@@ -252,7 +252,7 @@ class Places:
         self.units += blocks
 
     def _weight_of(self, module: nn.Module | None) -> TensorSite:
-        """The site of the weight of the embedding or the head."""
+        """Returns the site of the weight of the embedding or the head."""
         for site in sites_of(self._model):
             if site.owner is module and site.key == "weight":
                 return site
@@ -261,7 +261,7 @@ class Places:
         )
 
     def _to_fill(self, sites: list[TensorSite]) -> list[TensorSite]:
-        """The sites that are filled from the checkpoint; other tensors are moved to the device."""
+        """Moves tensors with values to the device; returns sites to fill from the checkpoint."""
         for site in sites:
             if not site.tensor.is_meta:
                 site.set(site.like(site.tensor.detach().to(self._device)))
@@ -271,14 +271,14 @@ class Places:
         return self._store.unit(name, {self.source(site.name): site.tensor for site in sites})
 
     def _read_for_good(self, unit: Unit, sites: list[TensorSite]) -> None:
-        """Reads a unit once, for good."""
+        """Reads a unit once; it stays."""
         if sites:
             buffer = self._read(unit).tensor.to(self._device)
             for site, view in zip(sites, self._made(unit, sites, buffer)):
                 site.set(view)
 
     def _made(self, unit: Unit, sites: list[TensorSite], buffer: Tensor) -> list[Tensor]:
-        """A unit's tensors over its bytes; tied sites share one object."""
+        """Returns a unit's tensors over its bytes; tied sites share one object."""
         places = {place.name: place for place in unit.places}
         made: dict[str, Tensor] = {}
         for site in sites:
@@ -294,12 +294,12 @@ class Places:
 
 
 def needs_slots(device: torch.device) -> bool:
-    """Whether experts lie in slots there: only a CPU has addresses without memory."""
+    """Whether experts on this device lie in slots: only a CPU has addresses without memory."""
     return device.type != "cpu"
 
 
 def _ends(model: PreTrainedModel) -> tuple[nn.Module | None, nn.Module | None]:
-    """The embedding and the head, of a model that says which they are."""
+    """Returns the embedding and the head; None if the model does not name them."""
     try:
         return model.get_input_embeddings(), model.get_output_embeddings()
     except NotImplementedError:

@@ -1,4 +1,4 @@
-"""A bar for passes that take long: a silent half minute would look like a hang."""
+"""A bar for long passes: half a minute of silence would look like a hang."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ PATIENCE = 3.0  # seconds before a pass shows a bar
 
 
 class PassBar:
-    """Layers of the pass at hand, on a terminal, once it takes long.
+    """Shows the layers of the current pass on a terminal if it takes long.
 
     Args:
-        shown: False for a caller that shows `done` and `total` in another way.
+        shown: False if the caller shows `done` and `total` in another way.
 
     Attributes:
         done: streamed layers of this pass that began to compute.
@@ -35,7 +35,7 @@ class PassBar:
         if self._bar is not None:
             self._bar.update()
         elif self._shown and perf_counter() - self._begun > PATIENCE:
-            # Disabled by tqdm itself where no terminal is.
+            # Without a terminal tqdm itself disables it.
             self._bar = tqdm(
                 total=self.total, initial=self.done, unit="layer", leave=False, disable=None
             )

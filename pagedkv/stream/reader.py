@@ -1,7 +1,7 @@
-"""`FileReader`: reads byte ranges of a checkpoint's files into memory that is given.
+"""`FileReader`: reads byte ranges of a checkpoint's files into given memory.
 
-Neighbouring ranges of a file are one read, wherever in memory their pieces go. Each read first asks
-for the bytes that the file cache has, so that those from the disk can be counted.
+Neighbouring ranges of a file are one read, even if they go to different places in memory. Each read
+first asks for the bytes that the file cache has, so that bytes from the disk can be counted.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from typing import NamedTuple
 from pagedkv.errors import CheckpointError, StreamError
 from pagedkv.models.checkpoint import Checkpoint, TensorRange, read_header
 
-MOST_PARTS = 1024  # buffers of one preadv
-MOST_READ = 1 << 30  # bytes of one; the kernel stops at 2 GiB
-SAMPLES, SAMPLE_BYTES = 64, 64  # places of a file at which bytes are compared, and how many
+MOST_PARTS = 1024  # buffers of one preadv at most
+MOST_READ = 1 << 30  # bytes of one preadv; the kernel stops at 2 GiB
+SAMPLES, SAMPLE_BYTES = 64, 64  # at how many places of a file how many bytes are compared
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ class Part:
         source: the tensor in its file.
         offset: the first byte's offset in the file.
         nbytes: how many bytes.
-        at: their offset in the memory that is read into.
+        at: their offset in the target memory.
     """
 
     source: TensorRange
@@ -57,7 +57,7 @@ class FileReader:
         files = sorted({tensor.file for tensor in checkpoint.tensors.values()})
         self._numbers = {file: number for number, file in enumerate(files)}
         self._files: list[int] = []
-        weakref.finalize(self, _close, self._files)  # of a streamer that was never closed
+        weakref.finalize(self, _close, self._files)  # if the streamer is never closed
         self._stamps: list[_Stamp] = []
         self._samples: list[bytes] = []
         try:
@@ -68,7 +68,7 @@ class FileReader:
             raise
 
     def _open(self, file: Path, checkpoint: Checkpoint) -> None:
-        """Opens a file, in which tensors have to be where they were when its header was read."""
+        """Opens a file; raises if its tensors are no longer where its header had them."""
         try:
             self._files.append(os.open(file, os.O_RDONLY | os.O_CLOEXEC))
         except OSError as error:
@@ -89,7 +89,7 @@ class FileReader:
         _close(self._files)
 
     def require_unchanged(self) -> None:
-        """Raises CheckpointError where a file was written to since it was opened.
+        """Raises CheckpointError if a file was written to since it was opened.
 
         A file that was deleted, or replaced by another, can still be read as it was.
         """
@@ -97,8 +97,8 @@ class FileReader:
             stamp, before = _Stamp.of(file), self._stamps[i]
             if stamp == before:
                 continue
-            # A new owner or another link changes only the last time, and so does a write whose
-            # author set the first one back: bytes tell the two apart.
+            # A new owner or link changes only the last time. So does a write after which the time
+            # of writing was set back: sampled bytes tell the two apart.
             is_same = stamp[:2] == before[:2] and _samples(file) == self._samples[i]
             if is_same:
                 self._stamps[i] = stamp
@@ -110,7 +110,7 @@ class FileReader:
                 )
 
     def runs(self, parts: Iterable[Part]) -> tuple[Run, ...]:
-        """Parts in the order of the files, neighbours joined."""
+        """Sorts parts by file and offset, and joins neighbours."""
         ordered = sorted(parts, key=lambda part: (self._numbers[part.source.file], part.offset))
         joined: list[list[Part]] = []
         room = 0
@@ -159,7 +159,7 @@ class FileReader:
                 flags = 0
                 continue
             except OSError as error:
-                if flags:  # a file system that cannot say what it has at hand
+                if flags:  # the file system cannot tell what the file cache has
                     self._can_ask, flags = False, 0
                     continue
                 raise CheckpointError(f"{_where(unit, run, begin + done)}: {error}") from error
@@ -180,7 +180,7 @@ def _close(files: list[int]) -> None:
 
 
 class _Stamp(NamedTuple):
-    """The facts about a file that a write changes; no program can set the last one."""
+    """Facts about a file that a write changes; no program can set `changed`."""
 
     size: int
     written: int
@@ -193,7 +193,7 @@ class _Stamp(NamedTuple):
 
 
 def _samples(file: int) -> bytes:
-    """A digest of a few bytes in each of `SAMPLES` parts of a file."""
+    """Returns a digest of a few bytes in each of `SAMPLES` parts of a file."""
     step = max(1, os.fstat(file).st_size // SAMPLES)
     digest = sha256()
     for number in range(SAMPLES):

@@ -1,4 +1,4 @@
-"""Refuses uses of a streamed model that need all weights at once, or others than its files'."""
+"""Refuses uses of a streamed model that need all weights at once, or weights of other files."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def refuse_whole(model: PreTrainedModel) -> list[Callable[[], None]]:
 
 
 def _refuse_weights(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Refuses to load weights that stream; weights of adapters and the glue may be loaded."""
+    """Refuses to load streamed weights; weights of adapters and the glue may be loaded."""
     tensors = chain(
         module.named_parameters(remove_duplicate=False),
         module.named_buffers(remove_duplicate=False),
@@ -67,7 +67,7 @@ def _refuse_weights(module: nn.Module, state: dict[str, Any], prefix: str, *_: A
 
 
 def refuse_closed(module: nn.Module, args: Any) -> None:
-    """A hook before the forwards of a model whose streamer was closed."""
+    """Raises in a hook before the forwards of a model whose streamer was closed."""
     raise StreamError(f"{type(module).__name__}: the streamer of this model was closed")
 
 

@@ -1,15 +1,15 @@
 """`Ring`: brings units of weights in cyclic order, through a few slots of memory.
 
-The n-th unit that is needed lies in slot n % depth, so the number of units need not be a multiple
-of the depth. The order is that of a pass and wraps into the next pass: the first layers are on
-their way while the head computes. Asking for another unit than the next one (after a pass that
-raised, or where a model is called without its head) restarts the ring there.
+The n-th needed unit lies in slot n % depth, so the number of units need not be a multiple of the
+depth. The order is that of a pass and wraps into the next pass: the first layers are on their way
+while the head computes. If a pass asks for another unit than the next one (because the last pass
+raised, or the model is called without its head), the ring restarts there.
 
 On a CPU files are read into the slots: by the thread that asks, as long as the file cache has
 everything, else by a reader thread that runs ahead. On a CUDA device the reader always runs ahead:
 it fills a staging slot, and a copy stream copies that to the device. Events order copies and
-computation; the only wait on the host is the reader's, for the copy out of the staging slot that it
-fills next.
+computation; only the reader waits on the host, for the copy out of the staging slot that it fills
+next.
 """
 
 from __future__ import annotations
@@ -43,17 +43,17 @@ class StagingRing:
         self.nbytes = nbytes
 
     def slot(self, number: int) -> Tensor:
-        """`[n]` bytes."""
+        """Returns a slot's bytes, `[n]`."""
         return self.arena.tensor[number * self.nbytes : (number + 1) * self.nbytes]
 
 
 class DeviceRing:
-    """The slots that layers compute from, and the events that order their use.
+    """The slots from which layers compute, and the events that order their use.
 
     On a CPU they are the staging slots.
     """
 
-    @torch.inference_mode(False)  # a thread without that mode fills them, also if a pass made them
+    @torch.inference_mode(False)  # the reader thread, which is not in that mode, fills the slots
     def __init__(self, depth: int, nbytes: int, device: torch.device, staged: bool) -> None:
         cuda = device.type == "cuda"
         self.device = device
@@ -70,10 +70,10 @@ class DeviceRing:
                 self.slots.append(self.staging.slot(number))
 
     def carry(self, number: int, source: Tensor) -> float:
-        """Copies a unit into its slot, once no layer computes from it any more.
+        """Copies a unit into its slot when no layer computes from the slot any more.
 
         Returns:
-            Seconds that the copy before it into this slot took; 0 where that is not known.
+            Seconds that the previous copy into this slot took; 0 if not known.
         """
         events = self.events[number]
         seconds = 0.0
@@ -87,12 +87,12 @@ class DeviceRing:
         return seconds
 
     def wait_filled(self, number: int) -> None:
-        """Makes computation that is asked for from now on wait until a slot is filled."""
+        """Makes later computation wait until a slot is filled."""
         if self.copies is not None:
             torch.cuda.current_stream(self.device).wait_event(self.events[number]["filled"])
 
     def set_free(self, number: int) -> None:
-        """Makes the next copy into a slot wait for the computation from it that is asked for."""
+        """Makes the next copy into a slot wait for the computation launched so far."""
         if self.copies is not None:
             self.events[number]["free"].record(torch.cuda.current_stream(self.device))
 
@@ -104,10 +104,10 @@ class Ring:
         units: the units in the order of a pass.
         held: host memory of units that stay there, by index of the unit.
         depth: number of slots.
-        cyclic: whether units are read ahead for the pass that comes next.
+        cyclic: whether units are read ahead for the next pass.
 
     Attributes:
-        closed: whether `close` was called; where an interrupt ended that, it is to be called again.
+        closed: whether `close` was called; if an interrupt ended it, call it again.
     """
 
     def __init__(
@@ -126,14 +126,14 @@ class Ring:
         self.ring = DeviceRing(depth, nbytes, device, staged=len(held) < len(units))
         self._always = device.type == "cuda"
         self.ahead = self._always
-        # Entered and left in C, where no signal comes between: an interrupt leaves it free.
+        # C code takes and releases it, and no signal comes in between: an interrupt leaves it free.
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         # How many units were filled, taken by a layer, and given back by a layer so far.
         self._filled = self._taken = self._freed = 0
-        self._asked = 0  # up to which number units were asked for
+        self._asked = 0  # units below this number were asked for
         self._shift = 0  # number n is unit (n + shift) % units
-        self._warm = len(units)  # units since one was not in the file cache
+        self._warm = len(units)  # units since the last one that was not in the file cache
         self._failure: BaseException | None = None
         self._busy = self.closed = False
         self._reader: threading.Thread | None = None
@@ -163,7 +163,7 @@ class Ring:
         return slot
 
     def release(self) -> None:
-        """Gives back the slot acquired last."""
+        """Gives back the slot that was acquired last."""
         self.ring.set_free((self._taken - 1) % self.depth)
         with self._lock:
             if self._filled > self._taken or self.ahead or self._busy:
@@ -185,7 +185,7 @@ class Ring:
             self._reader.start()
 
     def _await(self, number: int) -> None:
-        """Waits until the reader has filled a slot, or has stopped and leaves it to the caller."""
+        """Waits until the reader has filled a slot, or has stopped: then the caller fills it."""
         self._start()
         with self._lock:
             self._asked = number + 1
@@ -239,7 +239,7 @@ class Ring:
         return self.ahead and room and due and self._failure is None
 
     def _count(self, number: int) -> None:
-        """Says that a slot is filled, and decides whether reading ahead pays."""
+        """Notes that a slot is filled, and decides whether reading ahead pays."""
         with self._lock:
             self._filled = number + 1
             self.ahead = self._always or self._warm < len(self.units)
@@ -276,7 +276,7 @@ class Ring:
         with self._lock:
             self.closed = True
             self._changed.notify_all()
-            if others:  # not by `join` alone, which an interrupt ends for good
+            if others:  # `join` alone is not enough, because an interrupt ends it for good
                 self._changed.wait_for(lambda: not self._busy)
         if others and self._reader is not None and self._reader.ident is not None:
             self._reader.join()

@@ -1,7 +1,7 @@
 """A model without weights, made by transformers' own loader from tensors that have no storage.
 
 So the loader itself reports which parameter has no tensor and which tensor no parameter, which
-tensors are tied and which are packed; it is never given a byte of them.
+tensors are tied and which are packed; it never gets a byte of them.
 """
 
 from __future__ import annotations
@@ -47,33 +47,32 @@ META = {"": "meta"}
 SHARED_OUT = "distributed_config", "tp_plan", "tp_size", "device_mesh"
 # Methods whose packed weights are no plain tensors.
 NOT_STREAMED = {"bitsandbytes", "torchao"}
-# Of `from_pretrained`, ours and transformers', beside the sizes of a plan.
+# Arguments of our and transformers' `from_pretrained`, without the sizes of a plan.
 ARGUMENTS = {
     "attn_implementation", "dtype", "key_mapping", "layers_path", "plan", "progress",
     "resident_layers", "revision", "trust_remote_code",
 }  # fmt: skip
 OF_HUB = "revision", "token", "cache_dir", "local_files_only", "force_download"
 NAMED = 8  # tensors that a message spells out
-# What transformers says where weights are loaded, or divided among ranks.
+# Messages of transformers about weights that are loaded, or divided among ranks.
 UNSAID = "LOAD REPORT", "were not sharded", "rules were not applied"
 
 
 def build(
     checkpoint: Checkpoint, dtype: str | torch.dtype, images: bool = False, **kwargs: Any
 ) -> tuple[PreTrainedModel, dict[str, torch.dtype]]:
-    """The model of a checkpoint: weights on the meta device, other buffers real, on the host.
+    """Makes the model of a checkpoint: weights on the meta device, real other buffers on the host.
 
     Args:
         dtype: dtype of the weights; transformers resolves `auto`.
-        images: of the class that takes images, also where another one takes text alone.
+        images: use the class that takes images, even if another one takes text alone.
         kwargs: as for `from_pretrained`.
 
     Returns:
         The model, and the dtypes that its parameters and buffers have without the checkpoint.
 
     Raises:
-        CheckpointMismatch: a parameter without a tensor, a tensor without a parameter, or a wrong
-            shape.
+        CheckpointMismatch: a parameter has no tensor, a tensor no parameter, or a shape is wrong.
         UnsupportedModelError: the model is no causal language model of transformers.
     """
     for name in SHARED_OUT:
@@ -89,7 +88,7 @@ def build(
     )
     cls = model_class(config, images)
     packed = packed_in(checkpoint)
-    if packed:  # they are unpacked as they are read, and then it is a model like any other
+    if packed:  # unpacked while they are read, so the model is like any other
         del config.quantization_config
     method = method_of(config)
     if method in NOT_STREAMED:
@@ -129,8 +128,8 @@ def build(
             raise _refused(checkpoint, method)  # the loader would unpack all of them at once
         pristine = None
         if getattr(model, "hf_quantizer", None) is not None:
-            # With a quantizer the loader takes any shape and dtype; the empty model knows better.
-            # Without drawing weights at random, which integers cannot be.
+            # With a quantizer the loader takes any shape and dtype, so an empty model checks them.
+            # It draws no random weights, because integers cannot be drawn.
             kept = {"_initialize_missing_keys": lambda *_: None, "__module__": cls.__module__}
             empty: Any = type(cls.__name__, (cls,), kept)
             pristine = empty.from_pretrained(None, state_dict={}, **kwargs)[0].state_dict()
@@ -164,14 +163,14 @@ def _refused(checkpoint: Checkpoint, method: str) -> UnsupportedModelError:
 
 
 def _near(name: str) -> str:
-    """The argument that was probably meant."""
+    """Suggests the argument that was probably meant."""
     known = set(signature(plan_memory).parameters) - {"model", "weight_dtype", "gpu"} | ARGUMENTS
     near = ["dtype"] if name == "weight_dtype" else get_close_matches(name, known, 1)
     return f"; did you mean {near[0]}?" if near else ""
 
 
 def without_storage(tensor: TensorRange) -> Tensor:
-    """A meta tensor like one of the checkpoint."""
+    """Makes a meta tensor like one of the checkpoint."""
     if tensor.dtype not in DTYPES:
         raise UnsupportedModelError(
             f"{tensor.file}: tensor {tensor.name}: {tensor.dtype} has no dtype of torch to stream"
@@ -180,7 +179,7 @@ def without_storage(tensor: TensorRange) -> Tensor:
 
 
 class _Unmoved(Tensor):
-    """A meta tensor for the loader: it has large tables sent to the host, and joins them there."""
+    """A meta tensor for the loader, which sends large tables to the host to join them there."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
@@ -188,7 +187,7 @@ class _Unmoved(Tensor):
         return super().__getitem__(places).as_subclass(_Unmoved)
 
     def to(self, *_: Any, dtype: torch.dtype | None = None, **__: Any) -> Tensor:
-        """A plain meta tensor, wherever it is sent."""
+        """Returns a plain meta tensor for every device."""
         return self.as_subclass(Tensor).to(dtype=dtype or self.dtype)
 
 
@@ -227,16 +226,16 @@ def _some(names: list[str]) -> str:
 
 
 def _other_class(config: Any, cls: Any) -> str:
-    """Returns advice for tensors of a tower that the class for text alone does not take."""
+    """Returns advice if tensors belong to a tower that the text-only class does not take."""
     other = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING.get(type(config), cls)
     return "" if other is cls else f"; images=True opens it as {other.__name__}"
 
 
 @contextmanager
 def _kept_report() -> Iterator[list[str]]:
-    """Keeps the loader's table of mismatches from the log: it becomes an error with the names.
+    """Keeps the loader's table of mismatches out of the log: it becomes an error with the names.
 
-    Nor is anything heard of weights that are loaded or divided, because none are.
+    It also silences messages on weights that are loaded or divided, because none are.
     """
     report: list[str] = []
 
@@ -267,9 +266,9 @@ def _kept_report() -> Iterator[list[str]]:
 
 
 def _make_buffers(model: PreTrainedModel) -> None:
-    """Computes tensors that no checkpoint holds, as the loader would on a real device.
+    """Computes tensors that the checkpoint lacks, as the loader would on a real device.
 
-    These are the buffers that are not saved, and tensors that the model allows to be missing.
+    These are buffers that are not saved, and tensors that the model allows to be missing.
     """
     left = [*model.named_non_persistent_buffers()]
     for name, tensor in model.state_dict(keep_vars=True).items():
@@ -309,10 +308,10 @@ def _untouched(tensor: Tensor, poisoned: Tensor) -> bool:
 
 
 def find_folder(model: str | Path, **hub: Any) -> Path:
-    """The folder of a checkpoint; an id is looked up on the hub.
+    """Returns the folder of a checkpoint; looks an id up on the hub.
 
     Args:
-        hub: what `from_pretrained` was told of where and how to look there, `revision` say.
+        hub: arguments of `from_pretrained` for the hub, for example `revision`.
     """
     if not isinstance(model, (str, PathLike)):
         raise TypeError(

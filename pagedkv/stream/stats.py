@@ -21,11 +21,11 @@ class StreamStats:
         pass_seconds: time of all passes.
         expert_hits, expert_misses: experts that a layer was routed to, and found in memory or not.
         expert_bytes: bytes of experts that came for these calls, from files or from host memory.
-        expert_layer_bytes: what all experts of these layers are, which streaming by whole layers
+        expert_layer_bytes: bytes of all experts of these layers, which streaming by whole layers
             would have read.
-        wide_passes: calls of a layer's experts that needed more of them than stay in memory, or for
-            which all of a layer were read; the latter count as neither hits nor misses, unless
-            slots of a card are tried beside.
+        wide_passes: calls of a layer's experts that needed more of them than stay in memory, or
+            that read all of a layer. The latter count as neither hits nor misses, unless slots of a
+            card are tried at the same time.
         link_gbps: speed of the slowest link in the plan; 0 without a plan.
     """
 
@@ -62,7 +62,7 @@ class StreamStats:
         return max(self.bytes_copied, self.bytes_read) / possible if possible else 0.0
 
     def snapshot(self) -> StreamStats:
-        """A copy that stays as it is."""
+        """Returns a copy, which later passes do not change."""
         return replace(self)
 
     def __str__(self) -> str:

@@ -1,7 +1,7 @@
 """`LayerStreamer`: a transformers model whose layers are on the device only while they compute.
 
-It opens a checkpoint and plans; `placement.py` puts tensors where the plan has them, `forwards.py`
-brings those that stream, and `refusals.py` refuses what would need all weights at once.
+It opens a checkpoint and plans; `placement.py` puts tensors where the plan says, `forwards.py`
+brings streamed ones, and `refusals.py` refuses uses that need all weights at once.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class LayerStreamer:
     """Runs a model layer by layer. `from_pretrained` makes one; close it, or use `with`.
 
     Attributes:
-        model: the model, to be used like any other; its weights come and go.
+        model: the model, used like any other; its weights come and go.
         plan: the memory plan, if there is one.
         bar: progress of the current pass.
 
@@ -93,7 +93,7 @@ class LayerStreamer:
             model, store, places, ring, device, self._stats, self.bar, stays.most_alone
         )
         self._undo = refuse_whole(model)
-        model.in_turn = self._passes.in_turn  # what looks at all weights waits for a pass to end
+        model.in_turn = self._passes.in_turn  # code that looks at all weights waits for its turn
         self._undo.append(lambda: model.__dict__.pop("in_turn", None))
         self._closed = False
         _STREAMED.add(model)
@@ -134,26 +134,26 @@ class LayerStreamer:
                 the layers stream and the rest stays on the device.
             device_memory: as for `plan_memory`. So are the sizes from `host_memory` to
                 `expert_gbps`, but the link, and on a CPU reads of experts, are measured. Without
-                `length`, where its default does not fit, the longest length that fits is planned,
+                `length`, if its default does not fit, the longest length that fits is planned,
                 with a warning.
-            device: `auto` is a GPU where there is one.
-            dtype: the dtype that weights are used in; `auto` is the checkpoint's.
+            device: `auto` is a GPU if there is one.
+            dtype: the dtype in which weights are used; `auto` is the checkpoint's.
             resident_layers: without a plan, how many layers stay on the device, evenly spread, or
                 the indices of these layers.
-            expert_slots: experts of a layer that stay in memory; others are read when they are
+            expert_slots: how many experts of a layer stay in memory; others are read when they are
                 routed to, and the rest of a layer is placed as without it. 0 reads layers as a
-                whole. None is as `device_memory` has it planned, and 0 without.
+                whole. None takes the number planned for `device_memory`, or 0 without it.
             layers_path: the name of the list of layers, for a model in which it is not found.
-            images: opens it as the class that takes images, also where transformers has another one
+            images: opens it as the class that takes images, even if transformers has another one
                 for text alone. Without it such a checkpoint is opened for text alone.
             progress: show a bar on a terminal in passes of more than three seconds.
             kwargs: as for transformers' `from_pretrained`.
 
         Raises:
             CheckpointError: the folder is no checkpoint, or a file in it is damaged.
-            CheckpointMismatch: the checkpoint's tensors are not those of the model.
+            CheckpointMismatch: the checkpoint's tensors do not match the model's.
             LayersNotFound: the model's list of layers was not found.
-            BudgetExceeded: the memory does not suffice.
+            BudgetExceeded: the memory is too small.
             UnsupportedModelError: the model, or a tensor's form, is not served.
         """
         sizes = {
@@ -213,7 +213,7 @@ class LayerStreamer:
         self.close()
 
     def stats(self) -> StreamStats:
-        """Bytes moved so far, and the time it took."""
+        """Returns counts of bytes moved so far, and times."""
         return self._stats.snapshot()
 
     def close(self) -> None:
@@ -233,7 +233,7 @@ class LayerStreamer:
         self._store.close()
 
     def _require_planned(self, places: Places) -> None:
-        """Raises ValueError for the plan of a smaller model, or of this one in a narrower dtype."""
+        """Raises ValueError for a plan of a smaller model, or of this model in a narrower dtype."""
         if self.plan is None:
             return
         experts = self.plan.shape.experts
@@ -255,7 +255,7 @@ def _require_alone(
     sizes: dict[str, Any],
     resident_layers: int | Sequence[int] | None,
 ) -> None:
-    """Raises ValueError for sizes beside a plan, which has them, and for sizes without a budget."""
+    """Raises ValueError for sizes beside a plan, which has its own, or without device memory."""
     if plan is not None:
         if device_memory is not None:
             sizes = {"device_memory": device_memory, **sizes}
@@ -275,7 +275,7 @@ def _planned(
     device: torch.device,
     size: int,
 ) -> MemoryPlan:
-    """A plan of these sizes; without `length` it may be made for the longest texts that fit.
+    """Makes a plan of these sizes; without `length` it may plan for the longest texts that fit.
 
     Args:
         size: bytes of an expert that can be read alone; 0 if none can.
@@ -307,7 +307,7 @@ def _planned(
 
 
 def _resident(layers: int | Sequence[int] | None, count: int) -> Sequence[int]:
-    """The indices of the layers that stay on the device without a plan."""
+    """Returns the indices of the layers that stay on the device without a plan."""
     if layers is None:
         return ()
     if not isinstance(layers, int):

@@ -1,7 +1,7 @@
 """Maps tensors of a checkpoint to tensors of a model, by transformers' own conversion.
 
-Tensors that are only renamed, stacked or joined are pieces of files (`Copy`), others are made by
-operations (`Conversion`). Nothing is read here but headers.
+Tensors that are only renamed, stacked or joined are pieces of files (`Copy`); operations make all
+others (`Conversion`). Only headers are read here.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ class RowPieces:
     """Pieces of files that have the rows of a matrix, one behind the other.
 
     Attributes:
-        pieces: of whole rows.
-        first: the first row of each.
+        pieces: the pieces, each of whole rows.
+        first: the first row of each piece.
         width: elements of a row.
     """
 
@@ -71,7 +71,7 @@ class RowPieces:
 
     @property
     def dtype(self) -> torch.dtype:
-        """In the files."""
+        """The dtype in the files."""
         return DTYPES[self.pieces[0].source.dtype]
 
     @property
@@ -80,7 +80,7 @@ class RowPieces:
         return self.width * self.dtype.itemsize
 
     def part(self, row: int, at: int) -> Part:
-        """The bytes of a row, to be read to `at` in a buffer."""
+        """Returns the bytes of a row as a part that is read to `at` in a buffer."""
         number = bisect_right(self.first, row) - 1
         piece = self.pieces[number]
         offset = piece.offset + (row - self.first[number]) * self.row_bytes
@@ -92,13 +92,13 @@ class Conversion:
     """Tensors of the checkpoint that transformers' operations turn into tensors of the model."""
 
     converter: WeightConverter
-    first: str  # the name that the converter completes its targets from
-    sources: tuple[tuple[str, TensorRange], ...]  # with the pattern each one matched
+    first: str  # the name from which the converter completes its targets
+    sources: tuple[tuple[str, TensorRange], ...]  # with the pattern that each one matched
     targets: tuple[str, ...]
     dtype: torch.dtype | None  # the dtype that sources are cast to before the operations
 
     def make(self, tensors: Sequence[Tensor], model: PreTrainedModel) -> dict[str, Tensor]:
-        """The tensors that transformers' operations make of these sources, by name."""
+        """Makes tensors from these sources by transformers' operations; returns them by name."""
         converter = deepcopy(self.converter)
         for (pattern, source), tensor in zip(self.sources, tensors):
             if self.dtype is not None and tensor.is_floating_point():
@@ -168,7 +168,7 @@ class Origins:
         self.conversions |= dict.fromkeys(known, conversion)
 
     def _wrong_kinds(self, dtypes: dict[str, torch.dtype]) -> list[str]:
-        """Tensors whose numbers a cast would change: integers for floats, packed for plain."""
+        """Lists tensors that a cast would corrupt: integers for floats, or packed for plain."""
         return [
             f"{copy.source.name} is {copy.source.dtype}, expected {dtypes[name]} for {name}"
             for name, copies in self.copies.items()
@@ -193,7 +193,7 @@ def _grouped(
     key_mapping: dict[str, str] | None,
     quantizer: Any,
 ) -> list[_Mapping]:
-    """The checkpoint's tensors by their target, named and ordered as transformers' loader does."""
+    """Groups the checkpoint's tensors by target, as transformers' loader names and orders them."""
     transforms = get_model_conversion_mapping(model, key_mapping, quantizer)
     converters = [t for t in transforms if isinstance(t, WeightConverter)]
     renamings = [t for t in transforms if not isinstance(t, WeightConverter)]
@@ -205,7 +205,7 @@ def _grouped(
         if target not in state and key in state:
             target, pattern = rename_source_key(key, [], [], prefix, state)
         if target not in state:
-            continue  # one that the model ignores by name; the skeleton refused others
+            continue  # the model ignores it by name; the skeleton has refused all others
         converter = by_pattern[pattern] if pattern is not None else None
         group = groups.setdefault(target, _Mapping(target, converter, []))
         group.sources.append((pattern or key, checkpoint.tensors[key]))
@@ -215,7 +215,7 @@ def _grouped(
 def _stacked(
     converter: WeightConverter, sources: Sequence[tuple[str, TensorRange]], made: Tensor | None
 ) -> list[Copy] | None:
-    """Pieces, for operations that only lay their sources behind one another; None for others.
+    """Returns pieces if operations only lay their sources behind one another; else None.
 
     Experts are stacked along the first dimension; matrices of one expert joined along the second.
     """
@@ -239,7 +239,7 @@ def _stacked(
 
 
 def _kind(dtype: torch.dtype) -> str:
-    """The kind of a dtype: a cast within a kind changes numbers by rounding only."""
+    """Returns the kind of a dtype: a cast within a kind changes numbers only by rounding."""
     if not dtype.is_floating_point:
         return str(dtype)
     return "float" if dtype.itemsize > 1 else "float8"

@@ -1,8 +1,8 @@
-"""Packed weights that are unpacked where a module computes, and packed everywhere else.
+"""Packed weights that a module unpacks while it computes, and that are packed otherwise.
 
 compressed-tensors unpacks a whole model before its first pass. A model that streams never has all
-weights at once, so each module unpacks its own, for the time of its forward. A layer that is
-unpacked as it arrives would need a ring of the unpacked size.
+weights at once, so each module unpacks its own for the time of its forward. If layers were unpacked
+when they arrive, the ring would need slots of the unpacked size.
 """
 
 from __future__ import annotations

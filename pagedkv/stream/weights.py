@@ -1,7 +1,7 @@
-"""`WeightStore`: tensors of a model that are read together, and reading them.
+"""`WeightStore`: groups tensors of a model that are read together, and reads them.
 
-Tensors that are pieces of files are read straight into place; conversions, and casts, pass through
-one scratch buffer. `tensor_map.py` knows what is what.
+Tensors that are pieces of files are read straight into place; conversions and casts pass through
+one scratch buffer. `tensor_map.py` knows the origin of each tensor.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from .tensor_map import Conversion, Copy, Origins, RowPieces
 
 ALIGNMENT = 64  # bytes: a cache line, which the widest vector instructions load at once
 
-# Bytes of a tensor that are cast at once: a bound on the scratch buffer of casts. Not tuned.
+# Bytes of a tensor that are cast at once; they bound the scratch buffer. The number was not tuned.
 CAST_BYTES = 8 << 20
 
 
@@ -41,7 +41,7 @@ class Place:
     dtype: torch.dtype
 
     def view(self, buffer: Tensor) -> Tensor:
-        """The tensor in `[n]` bytes."""
+        """Views the tensor in a buffer of bytes, `[n]`."""
         nbytes = prod(self.shape) * self.dtype.itemsize
         return buffer[self.offset : self.offset + nbytes].view(self.dtype).view(self.shape)
 
@@ -51,7 +51,7 @@ class Place:
         return prod(self.shape[1:]) * self.dtype.itemsize
 
     def row(self, number: int) -> int:
-        """Where a row begins in the buffer."""
+        """Returns where a row begins in the buffer."""
         return self.offset + number * self.row_bytes
 
 
@@ -92,7 +92,7 @@ class WeightStore:
         self.model, self.origins = model, origins
         self.reader = FileReader(checkpoint)
         self._scratch: HostArena | None = None
-        self._lock = Lock()  # of the scratch, which several rings may need at once
+        self._lock = Lock()  # for the scratch, which several rings may need at once
 
     @classmethod
     def open(
@@ -113,7 +113,7 @@ class WeightStore:
         return cls(checkpoint, model, Origins(checkpoint, model, dtypes, key_mapping))
 
     def unit(self, name: str, tensors: dict[str, Tensor]) -> Unit:
-        """The unit that holds these tensors of the model, given by name with shape and dtype."""
+        """Makes the unit of these tensors of the model; `tensors` gives shapes and dtypes."""
         copies: list[tuple[Copy, Place]] = []
         packed: list[tuple[Packed, Place]] = []
         conversions: dict[int, Conversion] = {}
@@ -132,7 +132,7 @@ class WeightStore:
         return self._unit(name, places, end, copies, packed, list(conversions.values()))
 
     def rows(self, name: str, tensor_name: str, like: Tensor, first: int, count: int) -> Unit:
-        """The unit that holds some rows of a matrix.
+        """Makes the unit of some rows of a matrix.
 
         Raises:
             UnsupportedModelError: the matrix does not lie in a file as one piece.
@@ -146,7 +146,7 @@ class WeightStore:
         return self._unit(name, [place], nbytes, [(copy, place)], [], [])
 
     def matrix(self, name: str) -> Copy:
-        """The piece of a file that holds a whole tensor.
+        """Returns the piece of a file that holds a whole tensor.
 
         Raises:
             UnsupportedModelError: the tensor is made of several pieces, or by an operation.
@@ -157,7 +157,7 @@ class WeightStore:
         return copies[0]
 
     def rows_of(self, name: str, width: int) -> RowPieces:
-        """Where the rows of a matrix lie.
+        """Returns where the rows of a matrix lie.
 
         Raises:
             UnsupportedModelError: a row lies in several pieces, or is made by an operation.
@@ -209,7 +209,7 @@ class WeightStore:
         )
 
     def fill(self, unit: Unit, arena: HostArena, at: int = 0) -> None:
-        """Reads a unit into host memory, tensors as the model wants them.
+        """Reads a unit into host memory, with tensors in the form that the model needs.
 
         Raises:
             CheckpointError: a file is shorter than it was, or cannot be read.
@@ -226,10 +226,10 @@ class WeightStore:
             self._convert(unit, buffer)
 
     def cast(self, unit: str, casts: Sequence[tuple[Copy, Place]], buffer: Tensor) -> None:
-        """Reads pieces of another dtype than the model's, into their places in the buffer.
+        """Reads pieces of another dtype than the model's into their places in the buffer.
 
         Args:
-            unit: what they belong to, for errors.
+            unit: name of the unit that they belong to, for errors.
         """
         with self._lock:
             for copy, place in casts:
@@ -241,8 +241,8 @@ class WeightStore:
         """Reads experts of a packed parameter, and unpacks them into rows of its place.
 
         Args:
-            unit: what they belong to, for errors.
-            rows: by expert.
+            unit: name of the unit that they belong to, for errors.
+            rows: the row of each expert.
         """
         target = place.view(buffer)
         with self._lock:
@@ -261,7 +261,7 @@ class WeightStore:
             target[at : at + count].copy_(values.view(dtype))
 
     def _convert(self, unit: Unit, buffer: Tensor) -> None:
-        """Makes tensors by operations of transformers."""
+        """Makes tensors by transformers' operations."""
         places = {place.name: place for place in unit.places}
         with self._lock:
             for conversion in unit.conversions:
@@ -301,7 +301,7 @@ class WeightStore:
         return found.view(len(rows), matrix.width)
 
     def elements(self, name: str, like: Tensor, places: range) -> Tensor:
-        """Some elements of a flat tensor, with the values that `fill` gives them.
+        """Returns elements of a flat tensor, with the values that `fill` gives them.
 
         Only these are read from the file, unless an operation of transformers makes the tensor:
         then all of it is made.

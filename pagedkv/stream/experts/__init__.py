@@ -1,8 +1,8 @@
-"""Experts that are read once they are routed to, instead of with their layer.
+"""Experts that are read when tokens are routed to them, instead of with their layer.
 
 `modules.py` finds modules of experts and reads their calls, `files.py` reads experts,
-`residency.py` keeps which are there, `rows.py` and `slots.py` are the two ways to compute them: on
-a CPU in their own rows of a layer's tensors, on a card in slots. `memory.py` is what rows lie in.
+`residency.py` knows which are in memory, `rows.py` and `slots.py` compute them: on a CPU in their
+own rows of a layer's tensors, on a card in slots. `memory.py` has the memory of rows.
 """
 
 from pagedkv.models.skeleton import experts_in as experts_in

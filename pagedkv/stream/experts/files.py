@@ -1,4 +1,4 @@
-"""`ExpertFiles`: where a checkpoint has the experts of a module, and reading some of them."""
+"""`ExpertFiles`: knows where a checkpoint has the experts of a module, and reads some of them."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class ExpertFiles:
     """The experts of one module, in the files of its checkpoint.
 
     Args:
-        name: of the module, for errors.
-        sites: of its tensors, `[E, ...]` each.
+        name: the module's name, for errors.
+        sites: the sites of its tensors, `[E, ...]` each.
         sources: names of these tensors in the store.
 
     Attributes:
@@ -44,8 +44,8 @@ class ExpertFiles:
     ) -> None:
         self.name, self.sites, self.count = name, sites, sites[0].tensor.shape[0]
         self._store, self._stats = store, stats
-        # Of each expert the pieces of files that it is read from, by tensor: those that are as the
-        # model wants them with the byte of a row where they begin, others with the element.
+        # For each expert, pieces of files with the number of their tensor: pieces in the model's
+        # dtype begin at a byte of the row, pieces to cast begin at an element of it.
         self._pieces: list[list[tuple[int, Part]]] = [[] for _ in range(self.count)]
         self._casts: list[list[tuple[int, Copy]]] = [[] for _ in range(self.count)]
         self._packed: list[tuple[int, Packed]] = []
@@ -53,7 +53,7 @@ class ExpertFiles:
             self._add(number, source)
 
     def _add(self, number: int, source: str) -> None:
-        """Notes where each expert's part of a tensor is read from."""
+        """Notes where in the files each expert's part of a tensor is."""
         origins, site = self._store.origins, self.sites[number]
         if not origins.has_rows(source):
             raise UnsupportedModelError(
@@ -80,7 +80,7 @@ class ExpertFiles:
                 self._pieces[expert].append((number, part))
 
     def nbytes(self, expert: int) -> int:
-        """Bytes of an expert in the files."""
+        """Returns the bytes of an expert in the files."""
         return (
             sum(part.nbytes for _, part in self._pieces[expert])
             + sum(copy.nbytes for _, copy in self._casts[expert])
@@ -88,7 +88,7 @@ class ExpertFiles:
         )
 
     def places(self, rows: int, alignment: int) -> tuple[list[Place], int]:
-        """Lays the tensors behind one another with `rows` rows each; returns where, and the end."""
+        """Lays out the tensors with `rows` rows each; returns their places, and the end."""
         places, end = [], 0
         for site in self.sites:
             like = site.tensor
@@ -100,12 +100,12 @@ class ExpertFiles:
     def read(
         self, rows: Mapping[int, int], places: Sequence[Place], memory: memoryview, whole: Tensor
     ) -> None:
-        """Reads experts, all announced to the system before the first.
+        """Reads experts; announces all of them to the system before it reads the first.
 
         Args:
-            rows: of each expert the row of the places that it is read into.
+            rows: for each expert, the row into which it is read.
             memory: bytes that have the tensors in their places.
-            whole: the same memory.
+            whole: the same memory as a tensor.
 
         Raises:
             CheckpointError: a file is shorter than it was, or cannot be read.
@@ -137,6 +137,6 @@ class ExpertFiles:
         stats.stall_seconds += seconds
 
     def _runs_to_unpack(self, experts: Iterable[int]) -> tuple[Run, ...]:
-        """Ranges of files that these experts are unpacked from."""
+        """Returns the ranges of files from which these experts are unpacked."""
         parts = (p for e in experts for _, packed in self._packed for p in packed.parts(e))
         return self._store.reader.runs(Part(*where, 0) for where in parts)

@@ -1,8 +1,8 @@
-"""Memory that experts are computed in on a CPU: of rows of their own, and of one layer's experts.
+"""Memory of experts on a CPU: a module's rows, of which some have memory, and one whole layer.
 
-`RowMemory` has addresses for all rows and memory for some. The memory of a row that goes is given
-to one that comes, as reading into memory that the system makes for it takes several times as long:
-it zeroes each page, and is asked for each.
+`RowMemory` has addresses for all rows and memory for some. An evicted row gives its memory to the
+row that comes, because reading into new memory takes several times as long: the system handles a
+fault for each page, and zeroes it.
 """
 
 from __future__ import annotations
@@ -21,27 +21,27 @@ from pagedkv.stream.arena import HostArena
 from pagedkv.stream.weights import Place
 
 PAGE = mmap.PAGESIZE
-NORESERVE = 0x4000  # of Linux, whose name not every Python knows
+NORESERVE = 0x4000  # Linux's MAP_NORESERVE, which not every Python has
 AS_MAPPED = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", NORESERVE)
-MAY_MOVE, TO_ADDRESS, LEAVE_MAPPED = 1, 2, 4  # of mremap
-INTO_A_HOLE = 0x100000  # of mmap: to an address, where nothing is
+MAY_MOVE, TO_ADDRESS, LEAVE_MAPPED = 1, 2, 4  # flags of mremap
+INTO_A_HOLE = 0x100000  # flag of mmap: at this address, if nothing is mapped there
 FAILED = ctypes.c_void_p(-1).value
-USUAL_MAPPINGS = 65_530  # that Linux lets a process have, where it does not say
-FEW = 8  # pages: fewer are not moved, as the system makes them in the time of a move
+USUAL_MAPPINGS = 65_530  # Linux's default limit for a process
+FEW = 8  # pages: fewer are not moved, because the system makes new ones in the same time
 
 
 class RowMemory:
-    """Addresses for the rows of some tensors, and memory for those in use.
+    """Addresses for the rows of some tensors, and memory for the rows in use.
 
     Args:
-        places: of the tensors, each of which begins on a page.
-        nbytes: where they end.
-        moves: whether a row's memory may become another's, which can make each row a mapping of its
-            own.
+        places: places of the tensors; each begins on a page.
+        nbytes: where the last one ends.
+        moves: whether a row's memory may become another's; then each row may become a mapping of
+            its own.
 
     Attributes:
-        bytes: all addresses.
-        tensor: the same.
+        bytes: all addresses, as bytes.
+        tensor: all addresses, as a tensor.
 
     Raises:
         OSError: there are no such addresses.
@@ -55,7 +55,7 @@ class RowMemory:
         self.tensor = torch.frombuffer(self._map, dtype=torch.uint8)
 
     def move(self, old: int, new: int, used: Container[int]) -> None:
-        """Gives the memory of a row to another; neither is in use. What both hold is lost.
+        """Gives the memory of a row to another; neither is in use, and both lose their bytes.
 
         Args:
             used: rows that are in use.
@@ -68,7 +68,7 @@ class RowMemory:
         self.give_back(old, used)
 
     def give_back(self, row: int, used: Container[int]) -> None:
-        """Gives back a row's pages, but for those that it shares with rows in use."""
+        """Gives back a row's pages except the pages that it shares with rows in use."""
         if self._map is None:  # it was closed within the pass
             return
         for place in self._places:
@@ -83,11 +83,11 @@ class RowMemory:
                 self._map.madvise(mmap.MADV_DONTNEED, low, high - low)
 
     def close(self) -> None:
-        """Gives all memory back, where no tensor over it is left. Idempotent."""
+        """Gives all memory back as soon as no tensor uses it. Idempotent."""
         self.bytes, self.tensor, self._map = memoryview(b""), torch.empty(0, device="cpu"), None
 
     def _move_pages(self, source: int, target: int, nbytes: int) -> None:
-        """Gives memory to other addresses, and leaves what is mapped mapped."""
+        """Moves memory to other addresses; the old addresses stay mapped."""
         begin, calls = self.tensor.data_ptr(), _calls()
         if calls is None or self._map is None:
             return
@@ -98,7 +98,7 @@ class RowMemory:
         there = (ctypes.c_ubyte * (nbytes // PAGE))()
         if calls.mincore(begin + target, nbytes, there) == 0:
             return
-        # The system took away what was at the target.
+        # The failed call has unmapped the target.
         readable = mmap.PROT_READ | mmap.PROT_WRITE
         found = calls.mmap(begin + target, nbytes, readable, AS_MAPPED | INTO_A_HOLE, -1, 0)
         if found == FAILED:
@@ -108,33 +108,33 @@ class RowMemory:
         self._without_huge_pages(target, nbytes)
 
     def _without_huge_pages(self, begin: int, nbytes: int) -> None:
-        """Asks for memory by small pages: a huge one would span rows that are not there."""
+        """Asks for small pages: a huge page would span rows that have no memory."""
         if self._map is not None:
-            with suppress(OSError):  # of a system without them
+            with suppress(OSError):  # a system without huge pages
                 self._map.madvise(mmap.MADV_NOHUGEPAGE, begin, nbytes)
 
 
 def _pages_of_a_row(place: Place) -> int:
-    """Whole pages that are within each row, wherever it begins.
+    """Counts the whole pages that are within each row, wherever it begins.
 
-    The same for all, as a move must not cross the borders of those before.
+    The count is the same for all rows, because a move must not cross borders of earlier moves.
     """
     return place.row_bytes // PAGE - bool(place.row_bytes % PAGE)
 
 
 def mappings_of(places: Sequence[Place]) -> int:
-    """How many mappings the rows of some tensors become at most, if their memory moves."""
+    """Counts the mappings that rows of some tensors become at most, if their memory moves."""
     moved = (place for place in places if _pages_of_a_row(place) >= FEW)
     return sum(place.shape[0] * (2 if place.row_bytes % PAGE else 1) for place in moved)
 
 
 def moves(nbytes: int) -> bool:
-    """Whether the memory of rows of `nbytes` moves, where there are mappings for it."""
+    """Whether memory of rows of `nbytes` moves, if enough mappings are left."""
     return nbytes // PAGE >= FEW and most_mappings() > 0
 
 
 def most_mappings() -> int:
-    """How many mappings rows may become in all: half of those that a process may have."""
+    """Returns how many mappings all rows may become: half of the process's limit."""
     if _calls() is None:
         return 0
     try:
@@ -145,7 +145,7 @@ def most_mappings() -> int:
 
 @cache
 def _calls() -> Any:
-    """Linux's calls, if memory can be moved there; else None."""
+    """Returns Linux's calls if they can move memory; else None."""
     try:
         calls = ctypes.CDLL(None, use_errno=True)
         size, pointer, number = ctypes.c_size_t, ctypes.c_void_p, ctypes.c_int
@@ -163,9 +163,9 @@ def _calls() -> Any:
 
 
 class WideMemory:
-    """Memory that layers take turns with, so that it is made once and not for each of them.
+    """Memory that layers use in turn, so that it is made once and not for each layer.
 
-    What it holds is only known to the layer that filled it last, while that computes.
+    Its content is valid only for the layer that filled it last, while this layer computes.
     """
 
     def __init__(self) -> None:
@@ -173,15 +173,15 @@ class WideMemory:
         self._arena: HostArena | None = None
 
     def reserve(self, nbytes: int) -> None:
-        """Takes at least `nbytes`, at the first use."""
+        """Makes the memory at least `nbytes` large, from its first use on."""
         self._nbytes = max(self._nbytes, nbytes)
 
     def writable(self) -> HostArena:
-        """The memory, which is made if it is not there."""
+        """Returns the memory, and makes it at the first use."""
         if self._arena is None:
             self._arena = HostArena(self._nbytes)
         return self._arena
 
     def give_back(self) -> None:
-        """Gives the memory back, where no tensor over it is left. Idempotent."""
+        """Gives the memory back as soon as no tensor uses it. Idempotent."""
         self._arena = None

@@ -1,4 +1,4 @@
-"""Modules of experts, as transformers has them: finding them, and reading how they are called."""
+"""Finds transformers' modules of experts, and reads the arguments of their calls."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pagedkv.stream.weights import WeightStore
 
 
 def size_read_alone(model: PreTrainedModel, layers: Iterable[nn.Module], store: WeightStore) -> int:
-    """Bytes of the largest tensor of an expert; 0 if experts cannot be read alone."""
+    """Returns the bytes of an expert's largest tensor; 0 if experts cannot be read alone."""
     names = {module: name for name, module in model.named_modules()}
     sizes = [
         tensor[0].nbytes * store.origins.has_rows(f"{names[module]}.{key}")
@@ -28,7 +28,7 @@ def size_read_alone(model: PreTrainedModel, layers: Iterable[nn.Module], store: 
 
 
 def index_of_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    """The routing of a call: `experts(hidden, index, weights)`, `[T, k]` ids."""
+    """Returns the routing of a call `experts(hidden, index, weights)`: `[T, k]` ids."""
     found = kwargs.get("top_k_index", args[1] if len(args) > 1 else None)
     if not isinstance(found, Tensor) or found.is_floating_point():
         raise UnsupportedModelError(
@@ -41,7 +41,7 @@ def index_of_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
 def renumbered(
     args: tuple[Any, ...], kwargs: dict[str, Any], change: Callable[[Tensor], Tensor]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of a call of experts with another index."""
+    """Returns the arguments of a call of experts with a changed index."""
     if "top_k_index" in kwargs:
         return args, kwargs | {"top_k_index": change(kwargs["top_k_index"])}
     return (args[0], change(args[1]), *args[2:]), kwargs
@@ -50,13 +50,13 @@ def renumbered(
 def require_supported(
     slots: Any, modules: Sequence[nn.Module], model: PreTrainedModel, device: Any
 ) -> None:
-    """Raises for slots that a model, or this system, cannot have.
+    """Raises if a model or this system cannot have so many slots.
 
     Raises:
-        ValueError: no count, fewer than a token needs, or more than there are.
+        ValueError: it is no count, fewer than a token needs, or more than there are experts.
         UnsupportedModelError: the model has no such experts, or the system no such memory.
     """
-    require_slots(slots, 0, slots)  # whether it is a count at all
+    require_slots(slots, 0, slots)  # raises unless it is a count
     if not slots:
         return
     name = type(model).__name__

@@ -1,13 +1,13 @@
-"""`RowExperts`: experts in their own rows of a layer's tensors, of which some have memory.
+"""`RowExperts`: experts in their own rows of a layer's tensors; only some rows have memory.
 
-A module of experts is called with its routing, so what a pass needs of it is known just before it
-computes. Its tensors have one row an expert. All rows have addresses; those that are routed to are
-read into their own places. Indices, shapes and forwards stay transformers' own, so results have
-the same bits.
+A module of experts is called with its routing, so the needed experts are known just before it
+computes. Its tensors have one row for each expert. All rows have addresses; experts that are routed
+to are read into their own rows. Indices, shapes and forwards stay transformers' own, so results
+have the same bits.
 
-A pass that needs more experts than may stay fills what room there is and evicts nothing that
-decoding uses. It computes in memory that layers take turns with; where there is no room for that,
-it gives back what it read.
+A pass that needs more experts than may stay fills free room and evicts no expert, because decoding
+uses them. It computes in memory that layers use in turn; if there is no room for this memory, it
+gives back the experts that it read.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class RowExperts(Experts):
     """The experts of one module, on a CPU.
 
     Args:
-        wide: memory for passes that need more than stay; None where there is no room for it.
+        wide: memory for passes that need more experts than stay; None if there is no room for it.
         moves: whether the memory of one expert may become another's.
     """
 
@@ -52,13 +52,13 @@ class RowExperts(Experts):
                 f"{error.strerror}; expert_slots=0 streams whole layers",
             ) from error
         self._views = self._over(self._memory.tensor)
-        self._passing: list[int] = []  # experts of a call of more than stay
+        self._passing: list[int] = []  # experts that a call read and that do not stay
         self._wide = wide
         if wide is not None:
             wide.reserve(end)
 
     def key(self, index: Tensor) -> Any:
-        """See `Experts`: these are exact by construction."""
+        """Returns None: these results are exact by design."""
         return None
 
     def close(self) -> None:
@@ -67,7 +67,7 @@ class RowExperts(Experts):
         self._memory.close()
 
     def bring(self, touched: list[int]) -> Callable[[Tensor], Tensor]:
-        """See `Experts`; indices stay what they are."""
+        """Brings experts as `Experts.bring` says; the function leaves indices as they are."""
         while len(self._held) > self._slots:  # an interrupt left more
             self._drop(next(iter(self._held)))
         wide = len(touched) > self._slots
@@ -92,7 +92,7 @@ class RowExperts(Experts):
             self._drop(self._passing.pop())
 
     def _gather(self, touched: list[int], memory: WideMemory) -> list[Tensor]:
-        """The tensors with these experts in other memory: some are copied, others read."""
+        """Returns tensors in the wide memory; held experts are copied there, others read."""
         missing = self._missing(touched)
         room = self._slots - len(self._held)
         try:
@@ -101,7 +101,7 @@ class RowExperts(Experts):
             rows = {expert: expert for expert in missing[room:]}
             self.files.read(rows, self._places, arena.bytes, arena.tensor)
         except BaseException:
-            memory.give_back()  # no forward is to see bytes of a read that failed
+            memory.give_back()  # so that no forward sees bytes of a failed read
             raise
         for expert in touched:
             if expert in self._held:
@@ -111,9 +111,9 @@ class RowExperts(Experts):
         return self._over(arena.tensor)
 
     def _read(self, missing: list[int], going: list[int]) -> None:
-        """Reads experts into their rows, whose memory comes from those that go, as far as it goes.
+        """Reads experts into their rows, with the memory of evicted rows as far as it suffices.
 
-        Room is made first, so that memory never exceeds the slots.
+        Experts are evicted first, so that memory never exceeds the slots.
         """
         try:
             for expert in going:
@@ -125,13 +125,13 @@ class RowExperts(Experts):
             self._held |= rows
         except BaseException:
             for expert in (*going, *missing):
-                if expert not in self._held:  # it was interrupted before all were gone
+                if expert not in self._held:  # an interrupt may have left some held
                     self._memory.give_back(expert, self._held)
             raise
 
     def _over(self, memory: Tensor) -> list[Tensor]:
-        """The tensors, over memory that has them in their places."""
-        with torch.inference_mode(False):  # they may outlast the mode of a pass
+        """Returns the tensors over memory that has them in their places."""
+        with torch.inference_mode(False):  # they may outlast a pass in inference mode
             return [site.like(p.view(memory)) for site, p in zip(self._sites, self._places)]
 
     def _drop(self, expert: int) -> None:

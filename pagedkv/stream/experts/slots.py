@@ -1,15 +1,15 @@
-"""Experts on a card: memory for those that stay, and an index that counts their slots.
+"""Experts on a card: slots for the experts that stay, and indices renumbered to slots.
 
 A card has no addresses without memory, so experts lie in slots, and a call's index is renumbered to
-these. The host reads that index back once a layer, and a copy stream takes what is missing to the
-slots: from pinned memory that holds all experts of the layer, or from pinned memory that the host
-reads them into. Copies into slots begin once computation is done with them, computation begins once
-they are filled, and the host writes to pinned memory once the copies before have left it.
+slots. The host reads this index back once a layer, and a copy stream brings missing experts to the
+slots: from pinned memory that holds all experts of the layer, or into which the host reads them.
+Copies into slots begin when computation no longer uses them, computation begins when they are
+filled, and the host writes to pinned memory when earlier copies have left it.
 
-Renumbering changes the order of tokens that are sorted by experts. A card computes each element
-alike wherever it lies, so bits should not depend on that; a processor does not, where a vector's
-end is computed otherwise. So an implementation that sorts is held against all experts of a layer
-first: some calls for each number of tokens. This finds frequent differences; it is no proof.
+Renumbering changes the order of tokens that are sorted by experts. A card computes an element the
+same way at every place, so bits should not depend on the order; a processor computes the end of a
+vector differently. So an implementation that sorts is first compared with a computation from all
+experts: in some calls for each number of tokens. This finds frequent differences; it is no proof.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from .residency import Experts
 
 # Implementations whose results do not depend on the order of experts; eager adds in that order.
 RENUMBERED = ("grouped_mm", "batched_mm")
-TRIALS = 8  # calls, each of another layer as a rule, that have to be equal before it is trusted
+TRIALS = 8  # so many calls, usually of different layers, must be equal before slots are trusted
 
 
 class Staging(WideMemory):
-    """Pinned host memory that experts pass through, one layer's at a time, and the copy stream."""
+    """The copy stream, and pinned host memory through which one layer's experts pass at a time."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ class Staging(WideMemory):
         self._computation: Any = None  # the stream of the computation before
 
     def writable(self) -> HostArena:
-        """The memory, once the copies before have left it."""
+        """Waits until earlier copies have left the memory, and returns it."""
         if self._arena is None:
             self._arena = HostArena(self._nbytes, pin=self._copies is not None)
         if self._copies is not None:
@@ -56,7 +56,7 @@ class Staging(WideMemory):
     def follow(self) -> None:
         """Makes the current stream wait for the previous one, if they differ.
 
-        So what it finds in slots has arrived, and copies that wait for it wait for both.
+        So earlier copies into slots have arrived, and copies that wait for it wait for both.
         """
         if self._copies is not None:
             now, before = torch.cuda.current_stream(self.device), self._computation
@@ -65,10 +65,10 @@ class Staging(WideMemory):
             self._computation = now
 
     def carry(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
-        """Copies sources to targets, once computation is done with these; computation waits.
+        """Copies sources to targets when computation no longer uses these; computation waits.
 
-        That costs nothing: the host has just waited for the index, so all that was asked for
-        before it is done.
+        The first wait costs nothing: the host has just waited for the index, so all earlier
+        computation is done.
         """
         if self._copies is None:
             for source, target in pairs:
@@ -83,7 +83,7 @@ class Staging(WideMemory):
         computation.wait_event(self._filled)
 
     def close(self) -> None:
-        """Gives the pinned memory back, once nothing is copied to slots. Idempotent."""
+        """Waits for copies to slots, then gives the pinned memory back. Idempotent."""
         if self._copies is not None:
             self._copies.synchronize()
         if self._arena is not None:
@@ -95,9 +95,9 @@ class SlottedExperts(Experts):
     """The experts of one module, of which some have slots on the device.
 
     Args:
-        module: the module, whose count of experts is that of its slots while it computes from them.
-        staging: what experts pass through; those of all layers may share it.
-        home: `[E, ...]` tensors in pinned memory with all of them; None where they are read from
+        module: the module; while it computes from slots, its count of experts is that of its slots.
+        staging: the memory through which experts pass; all layers may share it.
+        home: `[E, ...]` tensors in pinned memory with all experts; None if they are read from
             files.
     """
 
@@ -113,7 +113,7 @@ class SlottedExperts(Experts):
         super().__init__(files, slots, stats)
         self._module: Any = module
         self._staging, self._home = staging, home
-        # In the staging memory; as many as there are slots.
+        # Places in the staging memory, with as many rows as there are slots.
         self._places, end = files.places(slots, ALIGNMENT)
         if home is None:
             staging.reserve(end)
@@ -123,7 +123,7 @@ class SlottedExperts(Experts):
             self._views.append(site.like(memory))
 
     def fits(self, touched: list[int], most: float) -> bool:
-        """Whether a call can compute from slots, and is not to read all of a layer."""
+        """Whether a call can compute from slots, and should not read the whole layer."""
         known = self._module.config._experts_implementation in RENUMBERED
         return known and len(touched) <= self._slots and super().fits(touched, most)
 
@@ -131,7 +131,7 @@ class SlottedExperts(Experts):
         """Returns the implementation and number of tokens to try before slots are trusted.
 
         `batched_mm` gathers the rows of experts by the index, so that its products have the same
-        operands however rows are numbered. `grouped_mm` sorts tokens by it.
+        operands with any numbering. `grouped_mm` sorts tokens by the index.
         """
         name = self._module.config._experts_implementation
         return None if name == "batched_mm" else (name, index.shape[0])
@@ -141,7 +141,7 @@ class SlottedExperts(Experts):
         self._views, self._home = [], None
 
     def bring(self, touched: list[int]) -> Callable[[Tensor], Tensor]:
-        """See `Experts`; an index is renumbered to slots."""
+        """Brings experts as `Experts.bring` says; the function renumbers an index to slots."""
         self._staging.follow()
         self._copy(touched)
         self.bind(self._views)
@@ -149,13 +149,13 @@ class SlottedExperts(Experts):
         return self._renumbered
 
     def take_back(self) -> None:
-        """Takes back tensors that are bound, and makes the module count all experts again."""
+        """Takes bound tensors back, and lets the module count all experts again."""
         super().take_back()
         if self._module.num_experts != self.count:
             self._module.num_experts = self.count
 
     def _copy(self, touched: list[int]) -> None:
-        """Copies experts that have no slot, each to a slot of its own."""
+        """Copies experts without a slot to slots."""
         assert len(touched) <= self._slots
         missing = self._missing(touched)
         free = [slot for slot in range(self._slots) if slot not in self._held.values()]
@@ -176,7 +176,7 @@ class SlottedExperts(Experts):
             self._held.move_to_end(expert)
 
     def _sources(self, missing: list[int]) -> dict[int, list[Tensor]]:
-        """Tensors of these experts in memory that the device copies from."""
+        """Returns tensors of these experts in memory from which the device copies."""
         if self._home is not None:
             found = {expert: [tensor[expert] for tensor in self._home] for expert in missing}
             self._stats.expert_bytes += sum(map(self.files.nbytes, missing))
@@ -199,17 +199,17 @@ class Trust:
     """Remembers which implementations computed the same bits from slots, by number of tokens."""
 
     def __init__(self) -> None:
-        self._equal: dict[Any, int] = {}  # calls that did
+        self._equal: dict[Any, int] = {}  # how many calls were compared
         self._refused: set[Any] = set()
 
     def __getitem__(self, key: Any) -> bool | None:
-        """Whether it is trusted; None while it is tried."""
+        """Whether a key is trusted; None while it is tried."""
         if key in self._refused:
             return False
         return True if self._equal.get(key, 0) >= TRIALS else None
 
     def note(self, key: Any, expected: Tensor, found: Tensor) -> None:
-        """Compares one computed from all experts with one from slots; warns once if they differ."""
+        """Compares results from all experts and from slots; warns once if they differ."""
         self._equal[key] = self._equal.get(key, 0) + 1
         bits = [each.contiguous().view(torch.uint8) for each in (expected, found)]
         if not torch.equal(*bits):
