@@ -1,15 +1,15 @@
 """The command line: `generate`, `score`, `plan` for what fits, `quality` for what it costs.
 
-`app.py` has the commands. `generate.py` is `pagedkv generate` and `score.py` `pagedkv score`;
-`option.py` makes commands of options, `job_options.py` has those of both, `options.py` says what
-they mean, and `start.py` begins either, makes a job of them (`job_spec.py`), and ends it.
-`scoring.py` is what is scored. `rows.py`, `template.py` and `prompts.py` read what goes in,
-`output.py` and `table.py` keep what comes out, `model_digest.py` tells which model it is from.
-`resume.py` finds what is left to do, `job.py` runs it by `generate_run.py` or `score_run.py`,
-`torchrun.py` joins several processes. `screen.py` shows what `pace.py` and `show.py` know of a
-running job, `texts.py` prints answers, `signals.py` hears SIGTERM, `report.py` says how it went.
-`plan.py`, `trace.py` and `eval.py` are commands, and `quality.py` with `quality_run.py`;
-`loading.py` opens models.
+`app.py` has the commands. `generate.py` is `pagedkv generate`, `score.py` is `pagedkv score`.
+`option.py` makes commands of options, `job_options.py` lists the options that both share,
+`options.py` checks their values, and `start.py` begins either command, makes a job (`job_spec.py`)
+and ends it. `scoring.py` says what `score` scores. `rows.py`, `template.py` and `prompts.py` read
+prompts, `output.py` and `table.py` write answers, `model_digest.py` tells which model gave them.
+`resume.py` finds the rows that are left to do, `job.py` runs them by `generate_run.py` or
+`score_run.py`, `torchrun.py` joins several processes. `screen.py` shows the progress that `pace.py`
+measures and the pages that `show.py` draws, `texts.py` prints answers, `signals.py` turns SIGTERM
+into Ctrl-C, `report.py` makes the summary at the end. `plan.py`, `trace.py`, `eval.py` and
+`quality.py` (with `quality_run.py`) are the other commands; `loading.py` opens models.
 """
 
 import errno
@@ -20,12 +20,12 @@ from io import TextIOWrapper
 
 def main() -> None:
     """The `pagedkv` command."""
-    for number in range(3):  # else the next file to be opened would be a standard one
+    for number in range(3):  # else a file opened later would take the number of a closed stream
         try:
             os.fstat(number)
         except OSError:
             os.open(os.devnull, os.O_RDWR)
-    if isinstance(sys.stdout, TextIOWrapper):  # where no character may end a job
+    if isinstance(sys.stdout, TextIOWrapper):  # no character may end a job
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
         from .torchrun import be_silent, follows

@@ -1,7 +1,7 @@
-"""The columns of an answer: which a job writes, and of what type each is in a table.
+"""The columns of answers that a job writes, and their types in a table.
 
-Types are fixed. One inferred from values would be `null` where a part of a job has none, and the
-parts would not read as one table.
+Types are fixed. If they were inferred, a column without values in one part of a job would have the
+type `null`, and the parts could not be read as one table.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ TYPES = {
     "tokens": "list<int32>",
     "logprobs": "list<float>",
 }
-# Rows have these for the command that goes on with them; tables leave them out.
+# The command needs these in rows to go on with a file; tables leave them out.
 KEY, MADE, CAUSE, SIDE = "key", "made_with", "error_cause", "cut_from"
 OWN = (KEY, MADE, CAUSE, SIDE)
 
@@ -36,7 +36,7 @@ def types_of(answer: str, cut: bool, tokens: bool, logprobs: bool) -> dict[str, 
 
     Args:
         answer: the name of the column with the text.
-        cut: whether prompts that are too long are cut; the others: whether they were asked for.
+        cut: whether prompts that are too long are cut; `tokens`, `logprobs`: whether to write them.
     """
     asked = {"cut": cut, "tokens": tokens, "logprobs": logprobs}
     return {
@@ -55,7 +55,7 @@ def answer_name(name: str) -> str:
 
 
 def require_room(answer: str, prompts: Iterable[Prompt]) -> None:
-    """Raises where answers would take the place of a column of the prompts."""
+    """Raises if answers would take the place of a column of the prompts."""
     if any(answer in prompt.columns for prompt in prompts):
         raise UsageError(
             f"--answer: the prompts have a column {answer!r} already; --answer NAME calls the "

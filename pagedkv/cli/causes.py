@@ -1,7 +1,7 @@
-"""Bad prompts: the causes for which a row has none, and what the command says of them.
+"""Bad prompts: why a row has no prompt that can be used, and what the command says then.
 
-A bad prompt is the file's mistake and not the job's. Its row gets an error in place of an answer,
-the others are answered. Computing would not mend it, so it is not tried again.
+A bad prompt is a mistake in the file, not in the job. Its row gets an error in place of an answer,
+other rows are answered. Another try would not help, so the command makes none.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def told_at_the_end(causes: Mapping[int, str], every: int) -> str:
     """Says how many prompts have no answer, and why.
 
     Args:
-        causes: of those without an answer, by the prompt's index.
+        causes: why prompts have no answer, by the prompt's index.
     """
     counts = Counter(causes.values())
     parts = ", ".join(f"{count:,} {SAID[cause]}" for cause, count in counts.most_common())

@@ -1,4 +1,4 @@
-"""`pagedkv check`: a model over pages, held against the model over its own cache."""
+"""`pagedkv check`: compares a model over pages with the model over its own cache."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ if TYPE_CHECKING:  # it brings torch along, for which --help does not wait
 
 COMPUTE, ASKED = Panel("Computation"), Panel("Prompts")
 EXIT_CODES = "Exit codes: 0 the same answers, 1 others, 2 it cannot use pages, or cannot be judged."
-ROUNDINGS = 4  # of the model's own, by which two ways to compute a logit may differ
-VAGUE = 0.2  # of the spread of logits: rounding above it hides whether a model is wrong
+ROUNDINGS = 4  # two ways to compute a logit may differ by so many times the model's own rounding
+VAGUE = 0.2  # share of the spread of logits; larger rounding hides whether a model is wrong
 
 
 class Answer(NamedTuple):
@@ -120,7 +120,7 @@ def _check(model: Any, device: str, dtype: str, length: int, tokens: int) -> int
 
 
 def _require_fits(text: Any, longest: int) -> None:
-    """Raises where a second turn is longer than the texts that a model takes."""
+    """Raises if a second turn is longer than the texts that a model takes."""
     most = field_of(text, "max_position_embeddings") or longest
     if longest > most:
         raise UsageError(
@@ -161,7 +161,7 @@ def _answers(found: Any, rows: int, prompt: int) -> list[Answer]:
 
 def _alone(model: Any, prompt: Tensor, tokens: int) -> Answer:
     asked = {"return_dict_in_generate": True, "output_logits": True, **_options(tokens)}
-    ids = prompt[None].to(model.device)  # an answer may hold the token that pads others
+    ids = prompt[None].to(model.device)  # a second turn may hold the pad token, hence a mask
     found = model.generate(ids, attention_mask=ids.new_ones(ids.shape), **asked)
     return _answers(found, 1, len(prompt))[0]
 

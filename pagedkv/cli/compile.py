@@ -1,4 +1,4 @@
-"""`pagedkv compile`: kernels of a model, compiled before anything waits for them."""
+"""`pagedkv compile`: compiles the kernels of a model before a job waits for them."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def _card(arch: int | None) -> tuple[int | str, Chip]:
 
 
 def _without_weights(name: str, dtype: str) -> PreTrainedModel:
-    """Makes a model whose weights are memory that is never written, which takes no room."""
+    """Makes a model whose weights are never written, because such memory takes no room."""
     import torch
     from transformers.initialization import no_init_weights
 

@@ -18,7 +18,7 @@ class Encoder(NamedTuple):
     Attributes:
         prefix: what goes before every prompt: a text, chat messages, or None.
         raw: whether the chat template is left out.
-        template: what it is told.
+        template: variables of the chat template.
     """
 
     prefix: Any
@@ -65,7 +65,7 @@ class Encoder(NamedTuple):
         messages = content if isinstance(content, list) else [{"role": "user", "content": content}]
         try:
             prompt.ids = chat_ids(self.tokenizer, [*before, *messages], self.template)
-        except Exception as error:  # a template may refuse an order of roles in any way it likes
+        except Exception as error:  # a template may raise anything to refuse an order of roles
             prompt.refuse(TEMPLATE, f"the chat template refuses it: {error}")
 
     def fit(
@@ -74,9 +74,9 @@ class Encoder(NamedTuple):
         """Cuts or refuses prompts that the model does not take.
 
         Args:
-            longest: tokens that it takes.
-            new_tokens: that a prompt which is cut leaves room for, unless it says another number.
-            side: where they are cut; None where they are refused.
+            longest: tokens that the model takes.
+            new_tokens: room that a cut prompt leaves for its answer, unless its row sets another.
+            side: the end at which prompts are cut; None if they are refused.
         """
         for prompt in prompts.values():
             tokens = len(prompt.ids)
@@ -84,7 +84,7 @@ class Encoder(NamedTuple):
                 continue
             if side:
                 new = prompt.options.get("max_new_tokens", new_tokens)
-                # At most half of what the model takes is left to the answer.
+                # The answer gets at most half of the tokens that the model takes.
                 prompt.ids = self._cut(prompt, longest - min(new, longest // 2), side)
             if side and prompt.ids:
                 prompt.cut = tokens - len(prompt.ids)
@@ -93,9 +93,9 @@ class Encoder(NamedTuple):
                 prompt.refuse(UNCUT if side else LONG, error)
 
     def _cut(self, prompt: Prompt, room: int, side: str) -> list[int]:
-        """Cuts a prompt's text, or its last message; returns its ids, none where it is too long.
+        """Cuts a prompt's text, or its last message; returns its ids, none if it stays too long.
 
-        What a prefix and a template put around the text stays whole.
+        A prefix, and the text that a chat template adds, stay whole.
         """
         content = prompt.content
         text = content if isinstance(content, str) else content[-1]["content"]

@@ -1,4 +1,4 @@
-"""Messages for what was given and cannot be used."""
+"""Reports options, files and arguments that cannot be used."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class UsageError(Exception):
     """An option, a file or an argument cannot be used.
 
     Attributes:
-        code: with which the command ends.
+        code: the command's exit code.
     """
 
     code = USAGE
@@ -28,12 +28,12 @@ def refusing(
     failed: tuple[type[Exception], ...] = (),
     says: Callable[[str], str] = str,
 ) -> Iterator[None]:
-    """A region in which an error of what was given is printed, and ends the command.
+    """A region whose errors are printed, without a traceback, and end the command.
 
     Args:
-        usage: errors that are such beside `UsageError`.
-        failed: errors of a command that had begun.
-        says: makes the words that are printed of those of the error.
+        usage: errors, beside `UsageError`, that say that something given cannot be used.
+        failed: errors of a command that had begun its work.
+        says: makes the text to print of the error's own.
     """
     wrong: tuple[type[Exception], ...] = (UsageError, *usage)
     try:
@@ -49,7 +49,7 @@ def refusing(
 
 
 def require_apart(option: str, path: Path | None, *others: tuple[str, Path | None]) -> None:
-    """Raises where a file that is written would take the place of another one."""
+    """Raises if a file to be written would take the place of another one."""
     for other, taken in others:
         if path and taken and os.path.realpath(path) == os.path.realpath(taken):
             raise UsageError(f"{option}: expected another file than that of {other}, got {path}")

@@ -1,4 +1,4 @@
-"""`pagedkv generate`: its options, and what they make a job of.
+"""`pagedkv generate`: its options, and the job that they describe.
 
 Texts go to standard output, everything else to standard error.
 """
@@ -23,10 +23,10 @@ SAMPLING = Panel("Sampling")
 
 
 class Generate(TyperCommand):
-    """The command, which knows by what names other programs have its options."""
+    """The command; it knows the names of its options in other programs."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Reads the options; one that is not there is answered with the one to give instead."""
+        """Reads the options; for another program's option it suggests the one to give instead."""
         try:
             return super().parse_args(ctx, args)
         except Exception as error:  # typer has its own copy of click's NoSuchOption

@@ -1,4 +1,4 @@
-"""A job that generates; what it shares with one that scores is `job.py`'s."""
+"""A job that generates; `job.py` has the code that it shares with a job that scores."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def generate(run: Run, loaded: Loaded) -> int:
     try:
         ids = [prompt.ids for prompt in prompts]
         results = generator.stream(ids, logprobs=job.logprobs, **options)
-    except Exception as error:  # transformers refuses options in any way it likes
+    except Exception as error:  # transformers may raise anything to refuse options
         raise UsageError(words_of(error)) from error
     if output and (taken := left_out(job.types, prompts)):
         console.print(
@@ -86,10 +86,10 @@ def generate(run: Run, loaded: Loaded) -> int:
 
 
 def _options(job: Job, prompts: list[Prompt], model: Any) -> dict[str, Any]:
-    """The job's options, with one value per prompt where prompts have their own.
+    """Returns the job's options; an option that rows set has a value for each prompt.
 
     Args:
-        model: its generation configuration, for what nobody said.
+        model: the model's generation configuration, for options that nobody gave.
     """
     options = {"seed": job.seed, **job.options}
     sampled = options.get("do_sample", model.do_sample)

@@ -78,7 +78,7 @@ def run_job(run: Run, device: str, work: Callable[[Run, Loaded], int]) -> int:
     """Runs a job, and reports on it.
 
     Args:
-        work: what is done once the model is there.
+        work: generates or scores once the model is loaded; returns the exit code.
 
     Returns:
         The command's exit code.
@@ -140,7 +140,7 @@ def _encode(job: Job, prompts: dict[int, Prompt], tokenizer: Any, screen: Screen
 
 
 def _tell_of_room(room: int | None, longest: int, console: Console) -> None:
-    """Says that --max-tokens leaves no room for the longest prompt, in place of the library."""
+    """Says, in place of the library's warning, that --max-tokens is less than a prompt has."""
     warnings.filterwarnings("ignore", "max_tokens: all pages together")
     if room is not None and longest > room:
         console.print(
@@ -173,10 +173,10 @@ def _draft(name: Any, dtype: Any, device: Any) -> Any:
 
 
 def generator_of(job: Job, loaded: Loaded, lengths: list[int], console: Console) -> BatchGenerator:
-    """The generator of a job; says what it takes for packed weights, where that is much.
+    """Makes the generator of a job; says how much memory packed weights take, if it is much.
 
     Args:
-        lengths: tokens of each of its rows.
+        lengths: the most tokens of each row.
     """
     model, tokenizer, plan, _, draft = loaded
     try:
@@ -199,7 +199,7 @@ def generator_of(job: Job, loaded: Loaded, lengths: list[int], console: Console)
 
 
 def carried(results: Iterator[Any], take: Callable[[Any], object], run: Run) -> int:
-    """Takes all results, and prints what ends them early; returns the exit code."""
+    """Takes all results, and prints why they end early, if they do; returns the exit code."""
     _, _, output, screen, launch = run
     try:
         launch.taken(results, take)
@@ -208,7 +208,7 @@ def carried(results: Iterator[Any], take: Callable[[Any], object], run: Run) -> 
     except KeyboardInterrupt:
         screen.console.print("interrupted; what was finished is kept")
         return INTERRUPTED
-    except BrokenPipeError:  # the reader has gone; see `main`
+    except BrokenPipeError:  # the reader has gone; typer ends the command
         raise
     except (OSError, RuntimeError, MemoryError, PagedKVError) as error:  # no memory, a full disk
         said = f"stopped, what was finished is kept: {words_of(error)}"
@@ -218,11 +218,11 @@ def carried(results: Iterator[Any], take: Callable[[Any], object], run: Run) -> 
 
 
 def report(generator: BatchGenerator, rows: int, screen: Screen, cut: int = 0) -> None:
-    """Prints what a job took.
+    """Prints the summary of a job.
 
     Args:
-        rows: that ended.
-        cut: those of them that ended at their limit.
+        rows: how many rows ended.
+        cut: how many of them ended at their limit.
     """
     config, console = generator.cache.config, screen.console
     sizes = {"page_size": config.page_size, "bytes_per_state": config.bytes_per_state}
@@ -231,11 +231,11 @@ def report(generator: BatchGenerator, rows: int, screen: Screen, cut: int = 0) -
 
 
 def lengths_of(prompts: list[Prompt], new: Any, longest: int | None) -> list[int]:
-    """Returns the most tokens of a row of each prompt; 0 for a prompt that is too long.
+    """Returns the most tokens that each prompt's row can have; 0 for a prompt that is too long.
 
     Args:
-        new: tokens that each may get, or all may.
-        longest: tokens of a text that the model takes.
+        new: the most new tokens, a list by prompt or one number for all.
+        longest: the most tokens of a text that the model takes.
     """
     every = new if isinstance(new, list) else [new] * len(prompts)
     most = longest or sys.maxsize
@@ -244,8 +244,8 @@ def lengths_of(prompts: list[Prompt], new: Any, longest: int | None) -> list[int
 
 
 def _needed(lengths: list[int], job: Job, model: Any, draft: Any) -> dict[str, Any]:
-    """Returns sizes of pages for all rows together, or none where the memory does not hold them."""
-    # Given explicitly, because the default with staging pages is meant for long texts.
+    """Returns sizes of a cache for all rows at once, or none if memory does not hold them."""
+    # `max_sequences` is given, because its default with staging pages is meant for long texts.
     sizes = {"max_sequences": min(MOST_ROWS, len(lengths) * job.samples)} | job.cache
     sizes |= {name: job.sizes[name] for name in ("page_size", "kv_format")}
     sizes["growth_step"] = None  # it changes no size, and would be larger than `max_tokens` here
@@ -303,7 +303,7 @@ def refusal(error: BudgetExceeded, prompts: list[Prompt]) -> str:
 
 
 def _named(name: str, call: Callable[..., Any], *args: Any, **options: Any) -> Any:
-    """Calls; an error is raised again with the name of the command's argument."""
+    """Calls a function; its error is raised again with the name of the command's argument."""
     try:
         return call(*args, **options)
     except (PagedKVError, ValueError, TypeError, OSError) as error:
@@ -311,7 +311,7 @@ def _named(name: str, call: Callable[..., Any], *args: Any, **options: Any) -> A
 
 
 def words_of(error: Exception) -> str:
-    """The text of an error, with its class where the text alone does not say enough."""
+    """Returns an error's text, with its class if the text alone may not say enough."""
     if isinstance(error, (ValueError, TypeError, OSError, PagedKVError)) and str(error):
         return str(error)
     return f"{type(error).__name__}: {error}"

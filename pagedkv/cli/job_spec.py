@@ -26,20 +26,20 @@ class Job:
 
     Attributes:
         options: options of transformers' `generate`, for all prompts.
-        sizes: sizes for the `BatchGenerator`.
+        sizes: arguments of the `BatchGenerator`: sizes, formats, a trace, a prefix store.
         cache: other fields of the generator's `CacheConfig`.
         memory: budgets that a plan is made for; empty without a plan.
         draft: a smaller model that drafts, if one does.
         shard: the part of the prompts to answer; all without one.
-        expert_parallel: of several processes each has some whole experts, not a part of every one.
-        template: what the chat template is told.
-        wording: the template that made the prompts of columns, if one did.
-        scoring: what is scored, in place of generating.
+        expert_parallel: whether each of several processes has whole experts, not a part of all.
+        template: variables of the chat template.
+        wording: the --template that made prompts of columns, if it was given.
+        scoring: what is scored, if the job does not generate.
         answer: name of the column that answers are written to.
-        tokens: whether their ids are written.
-        explain: whether it is said of which prompts the most was computed.
+        tokens: whether the ids of their tokens are written.
+        explain: whether to say of which prompts the most was computed.
         skipped: causes of bad prompts that get no row at all.
-        side: where prompts that the model does not take are cut, if they are.
+        side: the end at which prompts that are too long are cut, if they are.
         tokenizer: one that is not the model's own.
         source: the Parquet file that all prompts come from, if they do.
     """
@@ -72,12 +72,12 @@ class Job:
 
     @property
     def most_new(self) -> int:
-        """The most tokens behind a prompt that has no such option of its own."""
+        """The most new tokens of a prompt whose row sets no number of its own."""
         return self.scoring.most_tokens if self.scoring else int(self.options["max_new_tokens"])
 
     @property
     def types(self) -> dict[str, str]:
-        """The columns that its rows have beside those of the prompts."""
+        """The types of the columns, by name, that rows have beside the prompts' own columns."""
         if self.scoring:
             return self.scoring.types
         return types_of(self.answer, self.side is not None, self.tokens, self.logprobs)
@@ -95,7 +95,7 @@ class Job:
         """Writes the rows of bad prompts, unless they are skipped.
 
         Returns:
-            The others.
+            Indices of the good prompts.
         """
         bad = [i for i in left if self.prompts[i].cause]
         if output is not None:
@@ -108,8 +108,8 @@ class Job:
     def made_with(self) -> dict[str, Any]:
         """The model and options that every row is computed with, by name, as JSON values.
 
-        How much memory there is, how steps are cut and where the model lies change no answer and
-        are left out, so that a job that ran out of memory goes on with less, or elsewhere.
+        The amount of memory, the cut of steps and the model's folder change no answer. They are
+        left out, so that a job that ran out of memory can go on with less, or elsewhere.
         """
         formats = self.sizes["kv_format"]
         counts = {"retention", "budget", "keep", "read_tokens"}
@@ -151,7 +151,7 @@ class Job:
             raise UsageError(cannot_load(self.model, error)) from error
 
     def require_readable(self) -> None:
-        """Raises UsageError where a look at the model's folder says that nothing can come of it."""
+        """Raises UsageError if a look at the model's folder shows that it cannot be used."""
         try:
             require_readable(self.model, self.tokenizer)
         except (PagedKVError, ValueError) as error:
@@ -159,7 +159,7 @@ class Job:
 
 
 def cannot_load(model: str, error: Exception, argument: str = "MODEL") -> str:
-    """Says that a model cannot be loaded, with the error that came of it."""
-    if os.path.exists(model):  # False for a name too long, where `Path` raises
+    """Says that a model cannot be loaded, and why."""
+    if os.path.exists(model):  # False for a name that is too long; `Path` would raise
         return f"{argument}: cannot load {model}: {error}"
     return f"{argument}: no folder {model}, and no id on the hub: {error}"

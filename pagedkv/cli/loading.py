@@ -24,14 +24,14 @@ from .job_spec import Job, cannot_load
 
 
 def load(kind: Any, name: str, argument: str = "MODEL", **options: Any) -> Any:
-    """Returns what transformers loads, or raises a UsageError that says why it cannot.
+    """Loads by transformers, or raises a UsageError that says why that fails.
 
     Args:
-        argument: what the command was given it as.
+        argument: the command's argument or option that gave the name.
     """
     try:
         return kind.from_pretrained(name, **options)
-    except Exception as error:  # what a broken checkpoint, or code that comes with one, may raise
+    except Exception as error:  # a broken checkpoint, or code in it, may raise anything
         raise UsageError(cannot_load(name, error, argument)) from error
 
 
@@ -43,10 +43,10 @@ def tokenizer_of(job: Job) -> Any:
 
 
 def config_of(name: str, argument: str = "MODEL") -> Any:
-    """The configuration of a model; of one that is no decoder a UsageError."""
+    """Returns a model's configuration; raises a UsageError if the model is no decoder."""
     if os.path.isfile(os.path.join(name, "config.json")):
         try:
-            found_in(name)  # its headers, before anything is made as large as it says
+            found_in(name)  # raises if it claims larger sizes than its files have
         except CheckpointError as error:
             raise UsageError(f"{argument}: {error}") from error
     config = load(AutoConfig, name, argument)
@@ -60,14 +60,14 @@ def config_of(name: str, argument: str = "MODEL") -> Any:
 
 
 def class_of(name: str, argument: str = "MODEL") -> Any:
-    """The class that opens a model: that for text, or where there is none that for images."""
+    """Returns the class that opens a model: for text if there is one, else for images."""
     kind = type(config_of(name, argument))
     sees = kind in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING and kind not in MODEL_FOR_CAUSAL_LM_MAPPING
     return AutoModelForImageTextToText if sees else AutoModelForCausalLM
 
 
 def pick(device: str) -> str:
-    """The device to compute on; one that cannot compute is a UsageError."""
+    """Returns the device to compute on; raises a UsageError if it cannot compute."""
     try:
         named = device_of(device)
     except ValueError as error:

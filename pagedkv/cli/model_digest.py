@@ -15,13 +15,13 @@ from pagedkv.models.checkpoint import EXPLICIT, read_config, read_header, weight
 PIECE = 64  # bytes read in each place
 PLACES = 16  # pieces of each tensor
 PLACES_OF_FILE = 4096  # pieces of a file whose tensors are not known
-TAIL = 128 * 1024  # bytes at its end, where a pickle's archive has checksums of all tensors
+TAIL = 128 * 1024  # bytes at its end; a pickle's archive has checksums of all tensors there
 # Fields of a configuration that change no answer.
 UNTOLD = ("transformers_version", "_name_or_path")
 ADAPTER = "adapter_config.json"
 TOKENIZER = ["*token*.json", "*token*.model", "tekken.json", "vocab.*", "merges.txt", "spiece.*"]
 TOKENIZER += ["sentencepiece*", "*.tiktoken", "chat_template*", "additional_chat_templates/*"]
-# Transformers looks for weights in these orders: for the second only where the first are missing.
+# Transformers looks for weights in this order: for the second only if the first are missing.
 OF_ADAPTER = ("adapter_model.safetensors", "adapter_model.bin")
 ON_HUB = (["model.safetensors", "model-*.safetensors", "adapter_model.*"], ["pytorch_model*.bin"])
 
@@ -29,13 +29,13 @@ ON_HUB = (["model.safetensors", "model-*.safetensors", "adapter_model.*"], ["pyt
 def identity_of(model: str, tokenizer: str | None = None) -> dict[str, str]:
     """Digests of all that decides a model's answers: configurations, tokenizer, weights.
 
-    Of the weights 1 KiB of every tensor is read, spread evenly: enough to tell trained or merged
-    weights from those before, too little for a few numbers changed by hand. How tensors are spread
-    over files does not matter.
+    Of each tensor of the weights it reads 1 KiB, spread evenly. That is enough to notice training
+    or merging, and too little to notice a few numbers changed by hand. It does not matter which
+    file has which tensor.
 
     Args:
         model: a folder, or an id on the hub, whose files are fetched if they are not here.
-        tokenizer: the same, for one that is not the model's own.
+        tokenizer: a folder, or an id, of a tokenizer that is not the model's own.
     """
     folders = [_folder(model)]
     adapter = _settings(folders[0] / ADAPTER)
@@ -53,9 +53,9 @@ def identity_of(model: str, tokenizer: str | None = None) -> dict[str, str]:
 
 
 def require_readable(model: str, tokenizer: str | None) -> None:
-    """Raises where a folder holds what transformers does not read as it is, or has no tokenizer.
+    """Raises if transformers does not read a folder's files as they are, or finds no tokenizer.
 
-    Transformers makes a tokenizer of no words where it finds none.
+    If transformers finds no tokenizer, it makes one without words.
 
     Args:
         tokenizer: another one, if one was given.
@@ -67,7 +67,7 @@ def require_readable(model: str, tokenizer: str | None) -> None:
     folder = Path(model)
     if folder.suffix == ".gguf":
         read_config(folder)
-    # An id on the hub, or an adapter, whose tokenizer may be that of its model.
+    # An id on the hub; or an adapter, which may use the tokenizer of its base model.
     if not os.path.isdir(model) or (folder / ADAPTER).exists():
         return
     read_config(folder)
@@ -128,12 +128,12 @@ def _contents(folder: Path, *patterns: str) -> list[Any]:
 
 
 def _tensors(folder: Path) -> Iterable[tuple[str, str, str]]:
-    """The tensors of a folder's weights; of two of one name transformers takes the later."""
+    """The tensors of a folder's weights; if two have one name, transformers takes the later."""
     return {part[0]: part for file in _weights(folder) for part in _parts(file)}.values()
 
 
 def _parts(file: Path) -> list[tuple[str, str, str]]:
-    """Returns the name, kind and samples of each tensor; another file counts as one tensor."""
+    """Returns the name, kind and digest of each tensor; a file of another format counts as one."""
     with file.open("rb", buffering=0) as stream:
         try:
             if file.suffix != ".safetensors":
@@ -142,7 +142,7 @@ def _parts(file: Path) -> list[tuple[str, str, str]]:
                 (t.name, f"{t.dtype} {t.shape}", _sampled(stream, t.offset, t.nbytes, PLACES))
                 for t in read_header(file)
             ]
-        except CheckpointError:  # or one that cannot be loaded
+        except CheckpointError:  # another format, or a file that cannot be loaded
             size = file.stat().st_size
             whole = _sampled(stream, 0, size, PLACES_OF_FILE)
             end = _sampled(stream, max(0, size - TAIL), min(size, TAIL), TAIL)
@@ -150,7 +150,7 @@ def _parts(file: Path) -> list[tuple[str, str, str]]:
 
 
 def _sampled(stream: BinaryIO, begin: int, size: int, places: int) -> str:
-    """A digest of pieces of a range, evenly spread, the first and the last bytes among them."""
+    """Makes a digest of pieces of a range, spread evenly from its first to its last bytes."""
     digest = sha256()
     if size <= places * PIECE:
         stream.seek(begin)

@@ -1,4 +1,4 @@
-"""Options of commands as data, of which the signature is made that typer reads."""
+"""Options of commands as data, and the signatures made of them, which typer reads."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ REQUIRED = Parameter.empty
 
 
 class Given(SimpleNamespace):
-    """The options of a command as it was given them, by their names."""
+    """The values that a command was given, by the names of its options."""
 
 
 class Option(NamedTuple):
     """An option or argument of a command.
 
     Attributes:
-        name: by which `Given` has it.
-        type: of its values.
+        name: its name in `Given`.
+        type: the type of its values.
         info: `typer.Option` or `typer.Argument` with its panel and help.
-        default: its value where it is not given.
+        default: its value if it is not given.
     """
 
     name: str
@@ -37,19 +37,19 @@ class Panel:
     """A panel of a command's help, which makes the options in it.
 
     Args:
-        title: that it has; without one options stand in the first panel.
+        title: its heading; without one its options are in the first panel.
     """
 
     def __init__(self, title: str | None = None) -> None:
         self._title = title
 
     def __call__(self, said: str, type: Any, help: str, default: Any = None, **more: Any) -> Option:
-        """Makes an option, which `Given` has by its first flag.
+        """Makes an option; its first flag is its name in `Given`.
 
         Args:
             said: its flags, the long one first, and behind them a word for its value.
-            default: its value where it is not given; of a switch False.
-            more: what else `typer.Option` takes.
+            default: its value if it is not given; for a switch False.
+            more: other arguments of `typer.Option`.
         """
         flags = [word for word in said.split() if word.startswith("-")]
         value = said.split()[len(flags) :]
@@ -62,7 +62,7 @@ class Panel:
 
 
 def argument(said: str, type: Any, help: str, default: Any = None) -> Option:
-    """Makes an argument, for which the help has the word that is given."""
+    """Makes an argument; the help shows it as `said`."""
     info = typer.Argument(metavar=said, help=help, **_read(type))
     return Option(said.lower(), type, info, default)
 
@@ -73,7 +73,7 @@ def _read(type: Any) -> dict[str, Any]:
 
 
 def _path(text: str) -> Path:
-    """A path, which no text is none of: to `Path` that is the folder of the process."""
+    """Reads a path, and refuses an empty text: `Path` would take it for the current folder."""
     if not text:
         raise typer.BadParameter("expected a path, got an empty text")
     return Path(text)
@@ -84,7 +84,7 @@ MODEL = argument("MODEL", str, "A folder, or the id of a model on the hub.", REQ
 
 
 def but(options: tuple[Option, ...], *names: str) -> tuple[Option, ...]:
-    """Options without some of them."""
+    """Returns options without those of some names."""
     return tuple(option for option in options if option.name not in names)
 
 
@@ -92,7 +92,7 @@ def takes(*options: Option, **how: Any) -> Callable[[Callable[[Given], None]], C
     """Makes a function of `Given` a command with these options, in the order of its help.
 
     Args:
-        how: what typer is told when it gets to know the command.
+        how: arguments of typer's `command`.
     """
 
     def command(run: Callable[[Given], None]) -> Callable[..., None]:

@@ -1,4 +1,4 @@
-"""Reads options of the command, and refuses by name what no job can mean."""
+"""Reads options of the commands; an error names the option that cannot be used."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ OBJECTS = {
 
 
 def one_of(option: str, given: list[str]) -> str | None:
-    """The value of an option that may be given once: the second would take its place unseen."""
+    """Returns the value of an option that may be given once; a second would replace it unseen."""
     if len(given) > 1:
         raise UsageError(f"{option}: expected one, got {', '.join(given)}; give one after another")
     return given[0] if given else None
@@ -81,7 +81,7 @@ def memory_of(given: Given) -> dict[str, Any]:
 def sampling_of(
     temperature: float | None, top_p: float | None, samples: int, stop: list[str] | None
 ) -> dict[str, Any]:
-    """The options that have a flag of their own; those not given stay as the model has them."""
+    """The sampling options that have flags; those not given stay as the model has them."""
     if stop and "" in stop:
         raise UsageError("--stop: expected a text, got none, with which every answer ends")
     chosen: dict[str, Any] = {"stop_strings": stop} if stop else {}
@@ -156,7 +156,7 @@ def store_of(folder: Path | None, size: str | None) -> Any:
 
 
 def packing_of(wanted: bool | None, weight_format: str | None) -> bool | str:
-    """The way of packing that two options give, as `BatchGenerator` takes it."""
+    """Returns the `pack_weights` of `BatchGenerator` that two options mean."""
     if weight_format is None:
         return "auto" if wanted is None else wanted
     if weight_format != "int8":
@@ -167,10 +167,10 @@ def packing_of(wanted: bool | None, weight_format: str | None) -> bool | str:
 
 
 def require_outputs(out: Path | None, asked: dict[str, bool], trace: Path | None) -> None:
-    """Raises where an output would get lost, or take the place of another file.
+    """Raises if an output would get lost, or take the place of another file.
 
     Args:
-        asked: whether options were given that only rows of a file have, by option.
+        asked: options whose results only rows of a file hold, and whether each was given.
     """
     if out is None and sys.stdout is None:
         raise UsageError("standard output is closed; texts need it, or --out FILE")
@@ -186,7 +186,7 @@ def require_outputs(out: Path | None, asked: dict[str, bool], trace: Path | None
 
 
 def _pair(option: str, text: str) -> tuple[str, Any]:
-    """`NAME=VALUE`; a value is JSON where it can be read as that, else text."""
+    """Reads `NAME=VALUE`; the value is JSON if it can be read as JSON, else text."""
     name, equals, value = text.partition("=")
     name = name.replace("-", "_")
     if not equals or not name.isidentifier():

@@ -1,10 +1,10 @@
 """The output file of a batch job: JSON lines that survive a kill and are never written twice.
 
-Every finished row is one line, written in one piece. A restart reads what is there, drops a line
-that a kill tore, an empty one and rows that ended in an error which trying again may mend, and
-tells which rows are left to do. Each line carries a key of its model, prompt and options, so that a
-file is not continued with other ones, and one line what they are, so that the one that differs can
-be named.
+Every finished row is one line, written in one piece. A restart reads the file, and finds the rows
+that are left to do. It drops empty lines, lines that a kill tore, and rows with an error that may
+go away on another try. Each line carries a key of its model, prompt and options, so that no other
+job continues the file. One line also spells out the model and options, so that an error can name
+the one that differs.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from filelock import FileLock, Timeout
 from .answers import CAUSE, KEY, MADE, SIDE
 from .errors import UsageError
 
-START = b'{"key": "'  # every line begins with it: so a torn last line is told from a foreign one
-# Seconds of rows that are computed again after a power cut; a kill loses none. To wait for the disk
-# at every row takes longer than many a row does.
+START = b'{"key": "'  # begins every line, and so tells a torn last line from a foreign one
+# After a power cut, rows of so many seconds are computed again; a kill loses none. Waiting for the
+# disk at every row would take longer than many rows take.
 SYNCED_EVERY = 1.0
 LONGEST = 60  # characters of a value that a message spells out
 
@@ -44,13 +44,13 @@ class Output:
         keys: the key of every prompt, by the prompt's index.
         samples: rows per prompt.
         made_with: the model and options that all rows have in common, by name, as JSON values.
-        beside: other files with rows of the same job, which are read only; what they have is done.
-        final: causes of errors that stay, as trying again would not mend them.
-        side: where prompts that are too long are cut, if they are.
+        beside: other files with rows of the same job; they are only read, and their rows are done.
+        final: causes of errors that stay, because another try would not help.
+        side: the end at which prompts that are too long are cut, if they are.
 
     Attributes:
-        mine: indices of the prompts whose rows the file is for; those of all unless it is set.
-        causes: of the errors that stay, by the prompt's index.
+        mine: indices of the prompts whose rows belong in the file; all prompts unless it is set.
+        causes: why rows have errors that stay, by the prompt's index.
 
     Raises:
         UsageError: the file cannot be written, or was written for another job.
@@ -77,7 +77,7 @@ class Output:
             if not self.path.parent.is_dir():
                 raise OSError(f"there is no folder {self.path.parent}")
             with suppress(FileNotFoundError):
-                if not stat.S_ISREG(os.stat(path).st_mode):  # what a link names may be a pipe
+                if not stat.S_ISREG(os.stat(path).st_mode):  # a link may lead to a pipe
                     raise OSError("it is no plain file")
             self._lock.acquire(blocking=False)
         except Timeout:
@@ -90,7 +90,7 @@ class Output:
             self.done: set[tuple[int, int]] = set()
             kept, others = self._read()
             for _ in self._lines_beside():
-                pass  # each is done
+                pass  # reading a row notes that it is done
             if others:
                 self._rewrite(kept.values())
             self._file = os.open(self.path, os.O_WRONLY | os.O_APPEND)
@@ -109,21 +109,21 @@ class Output:
         return [i for i in self.mine if any((i, sample) not in self.done for sample in samples)]
 
     def skip(self, indices: Collection[int]) -> None:
-        """Leaves prompts out: it has no rows of theirs."""
+        """Leaves prompts out: the file gets no rows for them."""
         self.mine = [i for i in self.mine if i not in indices]
 
     def failed(self) -> dict[int, str]:
-        """The causes of errors that stay, by the index of the prompt, of those the file is for."""
+        """The causes of errors that stay, by index, for prompts whose rows belong in the file."""
         return {i: self.causes[i] for i in self.mine if i in self.causes}
 
     def rows(self) -> Iterator[dict[str, Any]]:
-        """The rows of its prompts, of this file and of those beside it.
+        """Yields the rows of its prompts, from this file and from the files beside it.
 
         Raises:
-            OSError: a file no longer has what it had.
+            OSError: a file no longer has rows that it had.
         """
         self._require_whole()
-        mine = set(self.mine)  # not so all its rows where prompts were added: shards differ then
+        mine = set(self.mine)  # added prompts change shards: it may have rows of other shards
         missing = {place for place in self.done if place[0] in mine}
         for line in self.path.read_bytes().splitlines():
             row = json.loads(line)
@@ -143,8 +143,8 @@ class Output:
         """Appends one row, unless the file has it.
 
         Raises:
-            OSError: the disk is full, say; a part of the row that got there is a torn line. Or
-                another program changed the file.
+            OSError: the disk is full, for example, and a torn line may stay; or another program
+                changed the file.
         """
         place = row["index"], row["sample"]
         if place in self.done:
@@ -152,7 +152,7 @@ class Output:
         key = {KEY: self.keys[row["index"]]}
         row = {**key, **row, **key}
         row.pop(MADE, None)
-        # A row with an error that is tried again is removed, and this with it.
+        # Another try removes a row with an error, and what it tells with it.
         tells = not self._told and not row.get("error")
         if tells:
             row[MADE] = self.made_with
@@ -170,7 +170,7 @@ class Output:
         """Waits until the disk has what was written.
 
         Raises:
-            OSError: it has not, or another program changed the file.
+            OSError: writing failed, or another program changed the file.
         """
         os.fsync(self._file)
         self._synced = monotonic()
@@ -182,7 +182,7 @@ class Output:
 
     def close(self) -> None:
         """Closes the file; one that was made here and got no row is removed."""
-        with suppress(OSError):  # reported when a row was written, or behind the last one
+        with suppress(OSError):  # a write, or the sync behind the last row, reported it
             self.sync()
         if self._made and not os.fstat(self._file).st_size:
             self.path.unlink(missing_ok=True)
@@ -195,7 +195,7 @@ class Output:
             self.causes[place[0]] = row[CAUSE]
 
     def _require_whole(self) -> None:
-        """Raises where rows would be lost unseen: the name has not what was written to the file."""
+        """Raises if the path no longer leads to all that was written: rows would be lost unseen."""
         size = 0
         with suppress(FileNotFoundError):
             size = self.path.stat().st_size
@@ -206,13 +206,13 @@ class Output:
             )
 
     def _unlock(self) -> None:
-        # Removed while the lock is held: afterwards another process may hold it.
-        with suppress(OSError):  # where open files cannot be removed, the file stays
+        # The file is removed before the release: afterwards another process may hold the lock.
+        with suppress(OSError):  # if a system cannot remove open files, the file stays
             os.unlink(self._lock.lock_file)
         self._lock.release()
 
     def _read(self) -> tuple[dict[tuple[int, int], bytes], bool]:
-        """The lines to keep by index and sample, and whether the file holds anything else."""
+        """Returns the lines to keep, by index and sample, and whether the file has others."""
         with self.path.open("a+b") as file:  # "a", so that a file without write access is refused
             file.seek(0)
             *lines, last = file.read().split(b"\n")
@@ -237,7 +237,7 @@ class Output:
         return kept, bool(last) or [*kept.values()] != lines
 
     def _lines_beside(self) -> Iterator[tuple[tuple[int, int], bytes]]:
-        """The rows of the files beside, which other processes may be writing."""
+        """Yields the rows of the files beside it, which other processes may be writing."""
         for path in self.beside:
             told = False
             with suppress(FileNotFoundError), path.open("rb") as file:
@@ -267,13 +267,13 @@ class Output:
         self._refuse(path, number)
 
     def _require_same(self, path: Path, other: dict[str, Any]) -> None:
-        """Names what differs from what the file was made with."""
+        """Raises if a file was made with other options, and names those that differ."""
         mine = self.made_with
         every = sorted(other.keys() | mine.keys())
         names = [name for name in every if other.get(name, ...) != mine.get(name, ...)]
         if not names:
             return
-        if "answer" in mine and not {"answer", "command"} & other.keys():  # as score's have
+        if "answer" in mine and not {"answer", "command"} & other.keys():  # which score's have
             raise UsageError(
                 f"--out: {path} was written by an older pagedkv, whose rows have other columns; "
                 "finish it with that one, or give another file"
@@ -292,7 +292,7 @@ class Output:
         """
         index, key = row["index"], row[KEY]
         is_bad = bool(row.get("error")) and row.get(CAUSE) is not None
-        # A cell that was no prompt may have been mended since.
+        # The user may have mended a bad prompt since.
         if is_bad and index in range(len(self.keys)) and key != self.keys[index]:
             return False
         self._require_mine(path, number, index, row["sample"], key, told)
@@ -334,7 +334,7 @@ class Output:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """A path to write to, whose file takes the place of another at the end, whole or not at all."""
+    """Yields a path to write to; at the end its file replaces another, whole or not at all."""
     fresh = path.with_name(f".{path.name}.partial")
     try:
         yield fresh
@@ -346,13 +346,13 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def _is_row(row: dict[str, Any]) -> bool:
-    """Whether a line says whose row it is, in this command's words; table programs say 1.0."""
+    """Whether a line is a row of this command: its places are integers; table programs say 1.0."""
     places = row.get("index"), row.get("sample")
     return isinstance(row.get(KEY), str) and all(type(place) is int for place in places)
 
 
 def _is_torn(text: bytes) -> bool:
-    """Whether it can be the beginning of a row."""
+    """Whether a text can be the beginning of a row."""
     return text.startswith(START) or START.startswith(text)
 
 

@@ -19,12 +19,12 @@ class Pace(Progress):
 
     Args:
         stats: the generator's statistics, which change as it runs.
-        forecast: of the same call.
+        forecast: the forecast of the same call.
         rows: how many rows there are.
         layers: progress of a streamed model's pass, with `done` and `total`.
 
     Attributes:
-        ended: how many have ended.
+        ended: how many rows have ended.
     """
 
     def __init__(

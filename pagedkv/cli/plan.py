@@ -141,7 +141,7 @@ def plan(given: Given) -> None:
 
 
 def as_options(message: str) -> str:
-    """A message about arguments of `plan_memory`, as it can be followed in the command."""
+    """Rewrites a message about arguments of `plan_memory` into options of the command."""
 
     def flag(found: re.Match[str]) -> str:
         name, value = found.groups()

@@ -34,14 +34,14 @@ class Prompt:
     Attributes:
         content: text, or a list of chat messages; anything in a row with an error.
         options: the `OPTIONS` its row gave.
-        others: what else was in its row, handed through to the output.
+        others: the other columns of its row, handed through to the output.
         ids: `[n]`, set by `encode`.
-        cause: of `causes`, why it is no prompt; None for one that is.
+        cause: why it is a bad prompt, one of `causes`; None for a good one.
         error: the same in words, for its row.
         cut: tokens that were cut off, because the model does not take as many.
-        name: of the column that it was in; `prompt` for a template; None where rows leave it out.
+        name: the column that it was in; `prompt` for a template; None if rows leave it out.
         at: how many of `others` stand before that column.
-        place: of the row, for messages.
+        place: where the row is, for messages.
     """
 
     content: Any
@@ -76,18 +76,18 @@ def read(
     template: Template | None = None,
     options: Collection[str] = OPTIONS,
 ) -> list[Prompt]:
-    """Prompts from the command line and from a file; `-`, or nothing at all, is standard input.
+    """Reads prompts from arguments and a file; `-`, or neither of them, means standard input.
 
     Args:
         column: name of the field, or of a table's column, that holds the prompts; without one
             `prompt`, or else `messages`.
-        encoding: of a file of text; without one UTF-8, or UTF-16 with a byte order mark.
-        template: makes the prompts of other columns, in place of one that holds them.
+        encoding: how a text file is encoded; without one UTF-8, or UTF-16 with a byte order mark.
+        template: makes prompts of several columns, if no single column holds them.
         options: the `OPTIONS` that a row may have.
 
     Raises:
-        UsageError: there are no prompts; with prompts beside them, rows that are none have an
-            `error`.
+        UsageError: there is no good prompt, or an option is wrong. Bad prompts beside good ones
+            only get an `error`.
     """
     found = [_from_argument(text, i) for i, text in enumerate(arguments)]
     if file is None and not found and sys.stdin and not sys.stdin.isatty():
@@ -123,7 +123,7 @@ def bad_of(prompts: Iterable[Prompt]) -> list[tuple[str, str]]:
 
 
 def require_any(prompts: Sequence[Prompt]) -> None:
-    """Raises UsageError, with what is wrong with the first, where all prompts are bad."""
+    """Raises UsageError if all prompts are bad, and says what is wrong with the first."""
     if all(prompt.cause for prompt in prompts):
         raise UsageError(f"{prompts[0].place}: {prompts[0].error}")
 
@@ -147,7 +147,7 @@ def _as_row(row: Any, place: str, column: str | None) -> dict[str, Any]:
 
 
 def _require_column(rows: list[tuple[str, dict[str, Any]]], names: Sequence[str]) -> None:
-    """Raises where no row has a column with a prompt."""
+    """Raises if no row has a column with a prompt."""
     if not rows or any(name in row for _, row in rows for name in names):
         return
     place, row = rows[0]
@@ -247,6 +247,6 @@ def _what_is_wrong(messages: Any) -> str | None:
     contents = [m["content"] for m in messages if isinstance(m["content"], list)]
     parts = [part for content in contents for part in content if isinstance(part, dict)]
     for kind in (str(part.get("type")) for part in parts):
-        if any(seen in kind for seen in ("image", "video", "audio")):  # which a template would drop
+        if any(seen in kind for seen in ("image", "video", "audio")):  # a template would drop it
             return f"expected messages of text, got {kind!r}; BatchGenerator takes images and audio"
     return None

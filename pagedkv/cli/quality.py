@@ -30,7 +30,7 @@ EXIT_CODES = (
 PICTURES = (".png", ".pdf", ".svg")
 # The names of `pagedkv.retention.POLICIES`, which brings numpy along: --help does not wait for it.
 POLICIES = ("fifo", "sinks", "lru", "importance", "keydiff", "semantic")
-# What is tried for a wish: formats, and shares of pages with each of them.
+# Tried for --at-most alone: formats, and policies that keep a share, alone and with each format.
 WISHED = ("int8", "int8,int4", "int4"), ("keydiff:0.75", "keydiff:0.5")
 SEVERAL = ("--kv-format", "--retention", "--read-tokens", "--text")
 
@@ -136,7 +136,7 @@ def _measured(given: Given) -> int:
 def combinations(
     formats: list[str] | None, policies: list[str] | None, reads: list[str] | None, combine: bool
 ) -> list[dict[str, Any]]:
-    """Arguments of `variant` for each way of keeping that was asked for, each way once."""
+    """Returns arguments of `variant` for each way of keeping that was asked for, each once."""
     coded: list[dict[str, Any]] = [{"kv_format": kv_formats_of(each)} for each in formats or []]
     changed = [_policy(each) for each in policies or []]
     changed += [{"read": _amount("--read-tokens", each, each)} for each in reads or []]

@@ -41,7 +41,7 @@ class Reading(Progress):
         self.seconds = 0.0
 
     def tell(self, done: int, total: int) -> None:
-        """Hears how many tokens are read, and how many there are."""
+        """Takes in how many tokens are read, and how many there are."""
         self._done, self._total = done, total
         self.seconds = self._clock() - self._begun
 
@@ -203,7 +203,7 @@ def _words(error: str) -> str:
 
 
 def _write(quality: Quality, given: Given, seconds: float, console: Console) -> int:
-    """Writes what is asked for beside the table."""
+    """Writes the JSON and the picture that were asked for; returns the command's exit code."""
     name = given.model
     try:
         if path := given.json:

@@ -21,7 +21,7 @@ EXIT_CODES = (
     "finished is kept)."
 )
 LINES, WIDTH, LEAST = 3, 64, 16  # lines and columns of the map, and its fewest columns
-COLUMNS = 80  # of a terminal that does not say its width
+COLUMNS = 80  # width of a terminal that does not say it
 # State, colour, and a sign that tells them apart without colour.
 STATES = {
     "live": ("green", "█"),
@@ -84,8 +84,8 @@ def summary(
 def page_map(stats: CacheStats, page_size: int, columns: int = COLUMNS) -> Text:
     """Cells in proportion to the pages of each state, and a legend.
 
-    Slots that live pages leave empty count as pages of their own: `wasted`. Pages that sharing
-    spares are drawn as well; cached and free ones are told, or they would fill most maps.
+    Empty slots of live pages are drawn as pages of their own, `wasted`, and so are the pages that
+    sharing spares. Cached and free pages are only counted, because they would fill most maps.
     """
     wasted = min(round(stats.wasted_slots / page_size), stats.live - stats.shared)
     pages = {
@@ -125,7 +125,7 @@ def drawn(pages: dict[str, int], columns: int = COLUMNS) -> Text:
 
 
 def _append(text: Text, parts: list[Text], between: str, columns: int) -> None:
-    """Puts parts beside each other, two columns in; one that does not fit begins a line."""
+    """Puts parts beside each other, indented by two; one that does not fit begins a line."""
     end = 0
     for part in parts:
         before = between if end else "  "

@@ -1,4 +1,4 @@
-"""Finds what of a job is done already, and runs the rest; torch is loaded if there is a rest."""
+"""Finds the rows of a job that are done, and runs the rest; without a rest torch is not loaded."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def _begin(job: Job, out: Path, screen: Screen) -> tuple[Output, list[int]]:
             console.print(f"rows go to {rows}; {out} is made of them at the end")
         elif job.shard:
             console.print(f"rows of shard {job.shard} go to {rows}")
-        # Which rows the table of a shard has, only the tokenizer can tell.
+        # Only the tokenizer can tell which rows belong to the table of a shard.
         if job.shard and (left or rows != out):
             left = _left_of_shard(job, job.shard, left, output, screen)
         left = job.set_aside(left, output)
@@ -119,7 +119,7 @@ def _run(
     if not left:
         return DONE
     screen.doing("loading torch and transformers")
-    with Uninterrupted():  # torch's start in C++ aborts the process if one gets in
+    with Uninterrupted():  # a Ctrl-C during torch's start in C++ would abort the process
         import torch  # noqa: F401
 
         from .job import Run, run_job
@@ -141,7 +141,7 @@ def _tabulate(job: Job, out: Path, output: Output, code: int, screen: Screen) ->
         return code
     try:
         number = write_table(out, output.rows(), job.types, job.prompts, job.source)
-    except (OSError, ValueError) as error:  # Arrow's errors are such
+    except (OSError, ValueError) as error:  # Arrow's errors are subclasses
         screen.console.print(f"cannot write {out}, its rows are kept: {error}", style="red")
         return code or SOME_FAILED
     screen.console.print(f"{out} has {number:,} rows")

@@ -1,7 +1,7 @@
 """Rows of a file: lines of text, JSON lines, a JSON array, a table in CSV or Parquet.
 
-What kind a file is, its name says. A file of another kind is refused, where possible with the
-command that makes one of these of it: read as text, its quotes and bytes would be prompts.
+A file's name says its kind. A file of another kind is refused, if possible with the command that
+converts it: if it were read as text, its quotes and bytes would become prompts.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ UNREAD = {
 
 
 def is_read(file: str) -> bool:
-    """Whether a name has the ending of a file with rows, or of one that can be made into one."""
+    """Whether a name has the ending of a file with rows, or of a file that can be converted."""
     suffix = Path(file).suffix.lower()
     return suffix in (".txt", *JSON_LINES, ".json", ".csv", ".tsv", ".parquet", *UNREAD)
 
@@ -61,9 +61,9 @@ def rows_of(
     A pipe is text or JSON lines, by its first character.
 
     Args:
-        columns: those of which one holds the prompts: by them a CSV's delimiter is known.
+        columns: names that the column of prompts may have; by them a CSV's delimiter is found.
         numbers: columns whose cells in a CSV are numbers; all others are text.
-        encoding: of a file of text; see `text_of`.
+        encoding: how a text file is encoded; see `text_of`.
 
     Raises:
         UsageError: the file cannot be read, or is of another kind; it names the place.
@@ -94,7 +94,7 @@ def _refuse(path: Path) -> NoReturn:
 
 
 def refuse_without_columns(option: str, place: str) -> NoReturn:
-    """Raises for a row that is not one of a table."""
+    """Raises for a row that has no columns."""
     raise UsageError(
         f"{option}: expected a file of rows with columns, {place} has none; files with columns "
         "are .csv, .tsv (with tabs between them), .jsonl, .json or .parquet, by their names"
@@ -129,7 +129,7 @@ def _items(file: str, text: str) -> Iterator[tuple[str, Any]]:
 def _value_of(text: str, place: str, expected: str) -> Any:
     try:
         value = strict_json(text, lambda said: None if said == "NaN" else _refuse_number(said))
-        # Half a character could not be written.
+        # A lone surrogate, half a character, could not be written.
         json.dumps(value, ensure_ascii=False).encode(errors="surrogateescape")
     except (ValueError, RecursionError) as error:
         raise UsageError(f"{place}: expected {expected}, got {error}") from error
@@ -140,10 +140,10 @@ def strict_json(text: str, constant: Callable[[str], Any] | None = None) -> Any:
     """The value of a JSON text.
 
     Args:
-        constant: what NaN and infinities are, which JSON does not have; default an error.
+        constant: reads NaN and infinities, which JSON does not have; without it they are errors.
 
     Raises:
-        ValueError: it is none, or says something twice, or a number that is none in JSON.
+        ValueError: it is no JSON, or has a name twice, or a number that is not finite.
     """
     try:
         return json.loads(
@@ -187,7 +187,7 @@ def _cells(
 ) -> Iterator[tuple[str, dict[str, Any]]]:
     """Rows of a CSV with a header; columns without a name are left out.
 
-    Empty lines are, too, and lines of nothing but delimiters, which spreadsheets leave behind.
+    So are empty lines, and lines with only delimiters, which spreadsheets leave behind.
     """
     csv.field_size_limit(2**31 - 1)
     delimiter = "\t" if file.lower().endswith(".tsv") else _delimiter(text, columns)
@@ -217,7 +217,7 @@ def _cells(
 
 
 def _delimiter(text: str, columns: Collection[str]) -> str:
-    """Finds the delimiter of a CSV: the one by which its header names the prompts."""
+    """Finds the delimiter of a CSV: split by it, the header has the column of the prompts."""
     header = re.split("[\r\n]", text.lstrip("\r\n"), maxsplit=1)[0]
     found = {each: next(csv.reader([header], delimiter=each), []) for each in ",;\t"}
     fits = [each for each, names in found.items() if {name.strip() for name in names} & {*columns}]
@@ -261,7 +261,7 @@ def parquet_of(option: str, file: object) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """A value as JSON has it: dates and decimals as text, bytes in base64, NaN as null."""
+    """Makes JSON of a value: dates and decimals as text, bytes in base64, NaN as null."""
     if isinstance(value, dict):
         return {str(name): _plain(each) for name, each in value.items()}
     if isinstance(value, (list, tuple)):

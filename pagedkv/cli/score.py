@@ -59,7 +59,7 @@ def score(given: Given) -> None:
 
         def check(before: object, texts: list[Prompt]) -> None:
             for text in texts if given.template else ():
-                text.name = None  # the columns that it is made of say it
+                text.name = None  # rows have the columns that it was made of
             scoring.require_room(texts)
             if not asked:
                 _require_texts(before, texts)
@@ -69,7 +69,7 @@ def score(given: Given) -> None:
 
 
 def _require_texts(prefix: object, prompts: list[Prompt]) -> None:
-    """Raises where there are chat messages, which can only be scored behind."""
+    """Raises for chat messages: only texts behind them can be scored."""
     if isinstance(prefix, list):
         raise UsageError("--prefix: expected a text without --choices, got chat messages")
     for i, prompt in enumerate(prompts):

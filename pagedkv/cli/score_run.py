@@ -1,4 +1,4 @@
-"""A job that scores; what it shares with one that generates is `job.py`'s."""
+"""A job that scores; `job.py` has the code that it shares with a job that generates."""
 
 from __future__ import annotations
 

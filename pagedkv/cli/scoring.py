@@ -1,4 +1,4 @@
-"""The scores that `pagedkv score` is asked for: of choices, or of the texts themselves."""
+"""The scores that `pagedkv score` makes: of choices behind texts, or of the texts themselves."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ class Scoring:
     """The choices that are scored, and how one of them becomes a label.
 
     Attributes:
-        choices: what is scored behind each prompt; empty where prompts are scored themselves.
-        normalize: whether choices are compared by the mean of a token, not by the sum.
-        label: name of the column that has the choice taken.
+        choices: the texts to score behind each prompt; empty if the prompts themselves are scored.
+        normalize: whether choices are compared by the mean over their tokens, not by the sum.
+        label: name of the column that gets the best choice.
     """
 
     choices: tuple[str, ...] = ()
@@ -35,7 +35,7 @@ class Scoring:
 
     @property
     def most_tokens(self) -> int:
-        """A bound of the tokens of a choice: a byte each, and the space before it."""
+        """An upper bound of a choice's tokens: one a byte, and one for the space before it."""
         return max((len(choice.encode()) + 1 for choice in self.choices), default=1)
 
     @property
@@ -57,7 +57,7 @@ class Scoring:
         }
 
     def require_room(self, prompts: Iterable[Prompt]) -> None:
-        """Raises where labels would take the place of another column, with right labels perhaps."""
+        """Raises if labels would replace a column, which perhaps has the right labels."""
         taken = [name for name in replace(self, label="").types if name] + [*OWN]
         if self.choices and (not self.label or self.label in taken):
             raise UsageError(
@@ -113,7 +113,7 @@ def choices_of(text: str | None) -> tuple[str, ...]:
 
 
 def behind(text: str, choice: str) -> str:
-    """A choice as it goes on with a text: a word behind a word, or behind a colon, after a space.
+    """Returns a choice as it continues a text: with a space if words, or a colon, demand one.
 
     Scripts that write without spaces are left alone.
     """

@@ -22,7 +22,7 @@ from rich.table import Table
 from rich.text import Text
 
 FIRST, EVERY = 5.0, 30.0  # seconds until the first line in a log, and from one to the next
-BAR, LEAST = 30, 8  # columns of the bar; with room for fewer than the second there is none
+BAR, LEAST = 30, 8  # most and fewest columns of the bar; with less room there is no bar
 TALL = 12  # lines of a terminal: with fewer it shows nothing but the bar
 
 
@@ -44,11 +44,11 @@ class Progress(ABC):
     @property
     @abstractmethod
     def share(self) -> float:
-        """The share of its time that has passed, as far as is known: 0 to 1."""
+        """The share of its time that has passed, as far as that is known: 0 to 1."""
 
     @property
     def seconds_left(self) -> float | None:
-        """Seconds that it still takes; None where that is not known."""
+        """Seconds that it still takes; None if that is not known."""
         return self.passed / self.share - self.passed if 0 < self.share < 1 else None
 
     @abstractmethod
@@ -56,7 +56,7 @@ class Progress(ABC):
         """Says what is done."""
 
     def beside(self) -> list[str]:
-        """Says what else there is to know, at the end of the line."""
+        """Returns further facts, for the end of the line."""
         return []
 
     def told(self, width: int | None = None) -> str:
@@ -106,7 +106,7 @@ class Screen:
 
         Args:
             what: a text, or progress.
-            above: makes the lines that a terminal of some width has above that.
+            above: makes the lines to show above it, for the width of a terminal.
         """
         self._state, self._above, self._since = what, above, perf_counter()
         if self._live is not None:
@@ -160,7 +160,7 @@ def _is_one_terminal(*files: Any) -> bool:
     try:
         first, second = (file.fileno() for file in files)
         return os.isatty(first) and os.path.sameopenfile(first, second)
-    except (AttributeError, OSError, ValueError):  # closed, or none of the system's
+    except (AttributeError, OSError, ValueError):  # closed, or no file of the system
         return False
 
 

@@ -1,4 +1,4 @@
-"""One shard of a job: which it is, the names of its files, its prompts."""
+"""One shard of a job: its number, the names of its files, its prompts."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from typing import Any
 from .errors import UsageError
 from .prompts import Prompt
 
-AT_ONCE = 1024  # prompts encoded together; lists of ids are ten times as large as what is kept
-LONGEST = 2**24  # tokens of an answer: a larger limit is none, and sums of it would overflow
+AT_ONCE = 1024  # prompts encoded together; lists of ids are ten times as large as their keys
+LONGEST = 2**24  # tokens of an answer; a larger limit means none, and sums of it would overflow
 
 
 @dataclass(frozen=True)
@@ -35,10 +35,10 @@ class Shard:
         return path.with_name(f"{path.stem}{self._mark}{path.suffix}")
 
     def beside(self, rows: Path) -> list[Path]:
-        """The files with rows of the same job: other shards, of any number, and the whole.
+        """The files with rows of the same job: of other shards, of any count, and of the whole.
 
         Args:
-            rows: the rows of this shard.
+            rows: the file with the rows of this shard.
         """
         before, _, after = rows.name.rpartition(self._mark)
         names = rf"{re.escape(before)}(-\d{{5,}}-of-\d{{5,}})?{re.escape(after)}"
@@ -52,7 +52,7 @@ def shard_of(text: str, out: Path | None) -> Shard:
     """The shard that --shard gives.
 
     Raises:
-        UsageError: there is none such.
+        UsageError: it gives no shard.
     """
     if out is None:
         raise UsageError(
@@ -80,12 +80,12 @@ def _of_array(environment: Any) -> Shard:
             f"{missing[0]}; elsewhere give I/N"
         )
     task, first, last, count = (int(environment[name]) for name in names)
-    if not first <= task <= last:  # a task that was given another number, or a job within a task
+    if not first <= task <= last:  # somebody set another number, or this is a job within a task
         raise UsageError(
             f"--shard: slurm needs a task of its array, got task {task} of {first} to {last}; "
             "give I/N"
         )
-    if count != last - first + 1:  # which task is which of them, no variable says
+    if count != last - first + 1:  # no variable says which numbers are missing
         raise UsageError(
             f"--shard: slurm needs an array without gaps, such as --array=0-3, got {count} tasks "
             f"from {first} to {last}; give I/N"
@@ -99,7 +99,7 @@ def rows_of_shard(
     new_tokens: Sequence[int],
     encode: Callable[[dict[int, Prompt]], None],
 ) -> list[int]:
-    """The indices of the shard's prompts, in an order in which prefixes stand together.
+    """Returns the indices of the shard's prompts, ordered so that equal prefixes are together.
 
     Args:
         new_tokens: tokens that each prompt may get.

@@ -19,7 +19,7 @@ class Show:
     """Lines below the texts, drawn anew while rows run.
 
     Args:
-        generator: what runs them.
+        generator: runs the rows.
         asked: the question of each prompt.
         decode: makes text of ids.
     """
@@ -46,7 +46,7 @@ class Show:
         return [Text(), *lines]
 
     def _row(self) -> Running | None:
-        """The row that was shown, as long as it runs; then the one with the longest text."""
+        """Returns the row that was shown, as long as it runs; then that with the longest text."""
         rows = [row for row in self._generator.running if row.tokens]
         found = [row for row in rows if (row.index, row.sample) == self._shown]
         row = max(found or rows, key=lambda row: len(row.tokens), default=None)

@@ -1,4 +1,4 @@
-"""Lets SIGTERM, with which schedulers and services end a job, end it as Ctrl-C does."""
+"""Lets SIGTERM, by which schedulers and services end a job, act like Ctrl-C."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ SOON = 0.05  # seconds
 class Ending:
     """A `with` region in which SIGTERM raises KeyboardInterrupt; a second one ends the process.
 
-    SIGTERM is turned into SIGINT and so waits wherever Ctrl-C does (`pagedkv.interrupt`), also
-    where SIGINT itself is ignored, as shells do for processes in the background. To be used in the
-    main thread.
+    SIGTERM is turned into SIGINT, so it waits wherever Ctrl-C does (`pagedkv.interrupt`). This
+    holds even if SIGINT itself is ignored, as in processes that shells start in the background. To
+    be used in the main thread.
 
-    A KeyboardInterrupt that lands where Python can raise none, as in a weak reference's callback
-    while modules are imported, would be printed and forgotten: it comes again.
+    Python prints and forgets a KeyboardInterrupt in code that cannot raise, such as a weak
+    reference's callback while modules are imported. Such an interrupt is sent again.
 
     Attributes:
         terminated: whether a SIGTERM came.
@@ -44,8 +44,8 @@ class Ending:
         if not issubclass(lost.exc_type, KeyboardInterrupt):
             self._hook(lost)
             return
-        # From another thread and later: in this call it would be lost once more. `Thread.start`
-        # would wait in this call until the thread runs, on a busy machine for longer than that.
+        # Another thread sends it, and later: within this call it would be lost once more, and
+        # `Thread.start` would stay in this call until the thread runs, perhaps longer than SOON.
         start_new_thread(_press, ())
 
     def _end(self, number: int, frame: FrameType | None) -> None:

@@ -1,6 +1,6 @@
 """The part that `generate` and `score` share: begin, check options, run a job, and end.
 
-Processes meet first, and mistakes are printed; then prompts are read, and a job is made of them.
+First the processes meet; then options are checked, prompts are read, and a job is made of both.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from .template import Template
 from .text_files import encoding_of
 from .torchrun import Launch, follows
 
-# Options that are fields of a job as they were given, of the command that has them.
+# Options that become fields of a job unchanged, if the command has them.
 AS_GIVEN = {
     "answer", "draft", "expert_parallel", "explain", "logprobs", "model", "raw", "samples", "seed",
     "tokenizer", "tokens",
@@ -45,7 +45,7 @@ class Command:
 
     Attributes:
         launch: the processes that run it together.
-        code: with which it ends.
+        code: its exit code.
     """
 
     launch: Launch
@@ -54,7 +54,7 @@ class Command:
 
 @contextmanager
 def running() -> Iterator[Command]:
-    """A region at whose end the command ends, also where a mistake or an interruption ends it."""
+    """A region that ends the command, with its exit code; it prints a mistake of the user."""
     with Ending() as ending, Launch() as launch:
         command = Command(launch)
         try:
@@ -83,8 +83,8 @@ def start(
 
     Args:
         launch: the processes that run it together.
-        check: raises where the command cannot take a prefix or prompts, which it is called with.
-        needs_out: whether options were given that only rows of a file have, by option.
+        check: called with the prefix and the prompts; raises if the command cannot take them.
+        needs_out: options whose results only rows of a file hold, and whether each was given.
         row_options: options that a row may have.
         own: fields of the job that are the command's own.
 

@@ -1,7 +1,7 @@
 """The table that a finished job's rows make: Parquet, Arrow or CSV, written once and whole.
 
-While a job runs its rows are JSON lines, which a kill cannot break; a table could not be gone on
-with. They stay beside it, so that the job can be run again with more prompts.
+While a job runs, its rows are JSON lines: unlike a table, they survive a kill and can be continued.
+They stay beside the table, so that the job can be run again with more prompts.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def rows_beside(out: Path) -> Path:
         return out
     if suffix in TYPED:
         parquet_of("--out", out)
-    # Readers of a folder of tables leave out what begins with a `_`.
+    # Readers of a folder of tables skip files whose names begin with a `_`.
     rows, older = out.with_name(f"_{out.name}.jsonl"), out.with_name(f"{out.name}.jsonl")
     if older.exists() and not rows.exists():
         raise UsageError(
@@ -87,16 +87,16 @@ def _names(prompts: Sequence[Prompt], types: Collection[str]) -> list[str]:
 
 
 def _write_csv(path: Path, names: list[str], rows: list[dict[str, Any]]) -> None:
-    # With a byte order mark, without which spreadsheets take it for another encoding.
+    # Without the byte order mark, spreadsheets would assume another encoding.
     with path.open("w", encoding="utf-8-sig", newline="") as file:
-        # Python's writer puts quotes around a return, at which readers end a row, by this alone.
+        # Readers end a row at a return; Python's writer quotes one only with this terminator.
         writer = csv.writer(_Lines(file), lineterminator="\r\n")
         writer.writerow(names)
         writer.writerows([_as_text(row.get(name)) for name in names] for row in rows)
 
 
 class _Lines(NamedTuple):
-    """Takes rows that end as Windows' lines do, and writes them without the return."""
+    """Takes rows that end as Windows' lines do, and writes their ends without the return."""
 
     file: TextIO
 
@@ -151,7 +151,7 @@ def _type(said: str) -> Any:
 
 
 def _column(values: list[Any]) -> Any:
-    """An Arrow array; of values that are not of one type an array of texts."""
+    """Makes an Arrow array; an array of texts if the values are not of one type."""
     import pyarrow
 
     with suppress(pyarrow.ArrowException, OverflowError):
@@ -162,7 +162,7 @@ def _column(values: list[Any]) -> Any:
 
 
 def _says_all(kind: Any) -> bool:
-    """Whether a type is known to its last part, which another part of the table has alike."""
+    """Whether a type has no unknown part: other rows would give such a part another type."""
     import pyarrow
 
     if pyarrow.types.is_null(kind) or (pyarrow.types.is_struct(kind) and not kind.num_fields):

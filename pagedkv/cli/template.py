@@ -24,7 +24,7 @@ class Template:
         text: as a shell hands it over: `\n` is a new line, `\t` a tab, `\\` a backslash.
 
     Attributes:
-        names: of the columns, in their order.
+        names: the names of the columns, in their order.
 
     Raises:
         UsageError: it cannot be read, or names no column.
@@ -50,10 +50,10 @@ class Template:
             raise UsageError("--template: expected columns in braces, such as {text}, got none")
 
     def filled(self, rows: Iterable[tuple[str, Any]]) -> list[tuple[str, dict[str, Any]]]:
-        """Rows with their places, and each that has all columns with its prompt as `FILLED`.
+        """Returns rows with their places; a row that has all columns gets its prompt as `FILLED`.
 
         Raises:
-            UsageError: no row has one of the columns.
+            UsageError: some column is in no row.
         """
         rows = [*rows]
         for place, row in rows:

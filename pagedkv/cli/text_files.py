@@ -1,4 +1,4 @@
-"""Files of text: read to their end, decoded, and refused by what is wrong with them."""
+"""Reads and decodes text files; refuses some, and says what is wrong with them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def text_of(file: str, option: str, encoding: str | None = None) -> str:
     Bytes that are no text become the surrogates U+DC80 to U+DCFF: they spoil a row, not a file.
 
     Args:
-        encoding: without one UTF-8, or UTF-16 where a byte order mark says so.
+        encoding: without one UTF-8, or UTF-16 if a byte order mark says so.
     """
     if file == "-" and sys.stdin is None:
         raise UsageError(f"{option}: cannot read standard input, it is closed")
@@ -74,7 +74,7 @@ def undecoded(byte: re.Match[str], encoding: str | None = None) -> str:
 def encoding_of(name: str) -> str:
     """The encoding that --encoding gives."""
     try:
-        "a".encode(name)  # of an empty text the name would not be looked up
+        "a".encode(name)  # for an empty text Python would not look the name up
     except (LookupError, UnicodeError):  # Python has one, `undefined`, that encodes nothing
         raise UsageError(
             f"--encoding: expected the name of one, such as cp1252 or utf-16, got {name!r}"

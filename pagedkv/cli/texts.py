@@ -15,14 +15,14 @@ from .screen import Screen
 if TYPE_CHECKING:  # it brings torch along, for which --help does not wait
     from pagedkv.batch.results import Result
 
-COLUMNS = 120  # of a question where no terminal says its width
+COLUMNS = 120  # of a question, if no terminal says its width
 
 
 class Texts:
     """Prints texts: on a terminal as rows end, elsewhere in the order of the prompts.
 
-    A text that ended at its limit or by an error says so. Where one prompt's texts go to a program,
-    they are printed alone. In a pipe a prompt that is none has its place, without a text.
+    A text that ended at its limit or by an error says so. If a single prompt's texts go to a
+    program, they are printed alone. In a pipe a bad prompt keeps its place, without a text.
 
     Args:
         skipped: causes of prompts that are left out.
@@ -34,18 +34,18 @@ class Texts:
         self._prompts = prompts
         shown = [i for i, prompt in enumerate(prompts) if prompt.cause not in skipped]
         self._order = [(i, sample) for i in shown for sample in range(samples)]
-        self._next = 0  # place in the order of the first text that is not printed, in a pipe
+        self._next = 0  # in a pipe: the place in `_order` of the first text not yet printed
         bad = (place for place in self._order if prompts[place[0]].cause)
         self._held: dict[tuple[int, int], Result | None] = dict.fromkeys(bad)
         self._last: int | None = None  # the prompt whose text was printed last
         self._console = None
         if sys.stdout.isatty():
-            # Text that did not go through the bar's console, if there is a bar, would run into it.
+            # If there is a bar, texts go through its console; else they would run into the bar.
             own = Console(highlight=False, markup=False, emoji=False)
             self._console = screen.console if screen.is_shared else own
 
     def add(self, index: int, result: Result) -> None:
-        """Takes the text of a row that ended, of the prompt with this index in the job."""
+        """Takes the text of a row that ended; `index` is its prompt's index in the job."""
         if self._console is not None:
             self._print(index, result)
             return

@@ -1,7 +1,7 @@
 """The command as one of several processes that torchrun started: the first speaks, others follow.
 
 They share out one model and compute the same rows. Only the first reads prompts, opens the output,
-prints and shows how far it is; what it found, or its mistake, is handed to the others.
+prints, and shows progress. It hands its results, or its error, to the others.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:  # it brings torch along, for which one process alone does not
 T = TypeVar("T")
 
 PARTING = 5.0  # seconds that the first process waits for others, which may be gone
-LAUNCHED = ("RANK", "LOCAL_RANK", "WORLD_SIZE")  # what torchrun tells its processes
+LAUNCHED = ("RANK", "LOCAL_RANK", "WORLD_SIZE")  # variables that torchrun sets for its processes
 
 
 def processes() -> int:
@@ -46,7 +46,7 @@ def follows() -> bool:
 
 
 def only_alone(command: str | None) -> str:
-    """Returns what to say where several processes would run a command for one; else nothing."""
+    """Returns an error if several processes run a command that is for one; else an empty text."""
     if processes() == 1 or command in (None, "generate", "score"):
         return ""
     return (
@@ -56,9 +56,9 @@ def only_alone(command: str | None) -> str:
 
 
 def be_silent() -> None:
-    """Silences this process: the first one prints the same, mistakes in the options too."""
+    """Silences this process: the first one prints the same, also mistakes in the options."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-    sys.stderr = open(os.devnull, "w")  # noqa: SIM115 - until `Launch`, for as long as it lives
+    sys.stderr = open(os.devnull, "w")  # noqa: SIM115 - stays open until `Launch.meet` replaces it
 
 
 class LostError(UsageError):
@@ -90,10 +90,10 @@ class Launch:
             self.lost = not self._ranks.part(PARTING)
 
     def leave(self, code: int) -> None:
-        """Ends the process where others were lost; elsewhere returns.
+        """Ends the process if others were lost; otherwise returns.
 
-        Threads of a group that nobody could end still run. One that asks for the interpreter while
-        that shuts down would end the process with SIGABRT, whatever its exit code was to be.
+        Threads of a group that could not be ended still run. If one asked for the interpreter while
+        it shuts down, the process would end with SIGABRT in place of its exit code.
         """
         if not self.lost:
             return
@@ -103,7 +103,7 @@ class Launch:
         os._exit(code)
 
     def meet(self) -> None:
-        """Waits for the other processes; calls before it are of this process alone."""
+        """Waits for the other processes; calls before it concern this process alone."""
         if self.size == 1:
             return
         if not self.is_first:
@@ -118,7 +118,7 @@ class Launch:
             raise UsageError(f"torchrun: the {self.size} processes do not meet: {error}") from error
 
     def require_served(self, given: Given, pages: dict[str, Any]) -> None:
-        """Raises where an option is for one process alone, or for several."""
+        """Raises if an option does not suit the number of processes, one or several."""
         if self.size == 1:
             if given.expert_parallel:
                 raise UsageError("--expert-parallel: expected under torchrun, among its processes")
@@ -171,7 +171,7 @@ class Launch:
         """Returns what an attempt gives the first process; the others do not try, and get None.
 
         Raises:
-            UsageError: on all of them, where it is raised on the first.
+            UsageError: on all of them, if it is raised on the first.
         """
         return self.each(attempt if self.is_first else lambda: None)
 
@@ -179,7 +179,7 @@ class Launch:
         """Returns what an attempt gives this process; each process tries for itself.
 
         Raises:
-            UsageError: on all of them, where it is raised on any.
+            UsageError: on all of them, if it is raised on any.
         """
         if self._ranks is None:
             return attempt()
@@ -194,9 +194,9 @@ class Launch:
         return found  # type: ignore[return-value]
 
     def taken(self, results: Iterable[T], take: Callable[[T], object]) -> None:
-        """Hands each result to `take`, whose error ends the job of all at the same step.
+        """Hands each result to `take`; its error ends the job on all processes at the same step.
 
-        The others do not know of a full disk, but of a Ctrl-C: it is pressed here.
+        The others learn of a Ctrl-C, but not of a full disk. So an error presses Ctrl-C here.
 
         Raises:
             KeyboardInterrupt: Ctrl-C was pressed on one of them.
@@ -213,7 +213,7 @@ class Launch:
                         take(result)
                 except Exception as error:
                     wrong = error
-                    # Held back, if the process that started the command ignores it; see `Ending`.
+                    # `Ending` blocks SIGINT if the command was started with SIGINT ignored.
                     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
                     signal.raise_signal(signal.SIGINT)
         except KeyboardInterrupt:
