@@ -28,12 +28,12 @@ from pagedkv.config import ModelPagesFields
 from pagedkv.errors import ModelArgsError, RequestError, UnsupportedModelError
 
 NAME = "pagedkv"
-# What model_args say to the generator; every other one is lm-eval's, or `from_pretrained`'s.
-OBJECTS = {"cache", "plan", "groups", "states", "fingerprint"}  # of Python, not of a command
+# The generator takes OWN of the model_args; all others are for lm-eval, or `from_pretrained`.
+OBJECTS = {"cache", "plan", "groups", "states", "fingerprint"}  # for Python, not for a command
 OWN = {*inspect.signature(BatchGenerator).parameters, *ModelPagesFields.__annotations__}
 OWN -= {"model", "tokenizer", "fields"}
 LM_EVALS = set(inspect.signature(HFLM.__init__).parameters) - {"self", "kwargs"}
-# Nothing is cast, spread or cut into batches, so these would be silently without effect.
+# These would silently have no effect, because nothing is cast, spread or cut into batches.
 WITHOUT_EFFECT = {
     "parallelize": ((None, False), "weights are put on one device; give `device`"),
     "tp_plan": ((None,), "weights are put on one device; give `device`"),
@@ -58,9 +58,9 @@ class PagedLM(HFLM):
 
     Args:
         pretrained: a folder, the id of a model on the hub, or a model.
-        device: default a card where there is one.
+        device: by default a card if there is one.
         batch_size, max_batch_size: without effect.
-        arguments: the others. On a CPU, unless there is a `cache`, a `plan` or `max_tokens`,
+        arguments: all others. On a CPU, unless there is a `cache`, a `plan` or `max_tokens`,
             `growth_step` is 2,048 tokens and `max_sequences` 32.
 
     Attributes:
@@ -172,7 +172,7 @@ class PagedLM(HFLM):
         return tqdm(total=total, desc=f"Running {kind} requests", disable=disabled)
 
     def _texts(self, contexts: list[str], given: dict[str, Any]) -> Iterator[tuple[int, str]]:
-        """The texts behind contexts with the same options, as they finish, and whose they are."""
+        """Yields texts behind contexts with the same options, as they finish, with their index."""
         options = dict(normalize_gen_kwargs(given, self.max_gen_toks))
         eos = self.tok_decode(self.eot_token_id, skip_special_tokens=False)
         stops = handle_stop_sequences(options.pop("until"), eos=eos)
@@ -182,7 +182,7 @@ class PagedLM(HFLM):
                 f"max_gen_toks: expected fewer than max_length = {self.max_length}, got {new}"
             )
         if not options["do_sample"]:
-            options.pop("temperature", None)  # lm-eval's 0
+            options.pop("temperature", None)  # lm-eval gives 0
         if "max_length" not in options:
             options["max_new_tokens"] = new
         options.setdefault("eos_token_id", self._ends())
@@ -210,7 +210,7 @@ class PagedLM(HFLM):
         return list(dict.fromkeys([*ends, self.eot_token_id]))
 
     def _answer(self, result: Result, stops: list[str]) -> str:
-        """A text without what was thought before it, and without its stop string."""
+        """Returns a text without the thoughts before it, and without its stop string."""
         tokens, end = result.tokens, self.think_end_token
         if not isinstance(end, int):
             return postprocess_generated_text(self.tok_decode(tokens), stops, end)
@@ -222,11 +222,11 @@ class PagedLM(HFLM):
 class StopBehind:
     """A logits processor of one row that ends it behind the first stop string of its own text.
 
-    Transformers' `stop_strings` would also end a row whose prompt ends with the beginning of one:
-    at its first line break, behind a chat template that ends with one, where two are a stop string.
+    Transformers' `stop_strings` looks at the end of the prompt, too: if two line breaks are a stop
+    string and a chat template ends with one, the first line break of an answer would end it.
 
     Args:
-        prompt: the tokens of the row's prompt, which are not looked at.
+        prompt: the number of tokens of the row's prompt, which are not looked at.
     """
 
     def __init__(self, stops: list[str], tokenizer: Any, prompt: int) -> None:
@@ -247,10 +247,10 @@ class StopBehind:
 def _told_apart(
     arguments: dict[str, Any], is_loaded: bool
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The arguments that are the generator's, and those that are lm-eval's.
+    """Returns the arguments for the generator, and those for lm-eval.
 
     Args:
-        is_loaded: whether the model is there already, so that nobody takes names unknown to both.
+        is_loaded: whether the model is loaded already; then names unknown to both are refused.
     """
     for name, (harmless, why) in WITHOUT_EFFECT.items():
         if (value := arguments.get(name)) not in harmless:

@@ -3,8 +3,8 @@
 `PagedRollouts` goes before a trainer: `class Mine(PagedRollouts, GRPOTrainer)`. `PagedGRPOTrainer`
 and `PagedRLOOTrainer` are made of TRL's trainers when they are first asked for.
 
-Pages live as long as the rollouts of one batch. The weights are other ones at the next batch, so no
-prefix would be found again, and while the model trains it has the memory, and its own attention.
+Pages live as long as the rollouts of one batch. By the next batch the weights have changed, so no
+prefix could be found again; and while the model trains, it has the memory and its own attention.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     PagedRLOOTrainer: Any
 
 TRAINERS = {"PagedGRPOTrainer": "GRPOTrainer", "PagedRLOOTrainer": "RLOOTrainer"}
-# What else would generate, by the name of the trainer's option.
+# Options of the trainer that would let another engine generate.
 ENGINES = ("use_vllm", "use_transformers_continuous_batching")
 # Classes of modules and parameters that are parts of a model's weights.
 SHARDS = {"FullyShardedDataParallel", "FSDPModule", "DTensor", "FlatParameter", "DeepSpeed ZeRO-3"}
@@ -64,7 +64,7 @@ class PagedRollouts:
         super().__init__(*args, **kwargs)
 
     def _generate(self, *args: Any, **kwargs: Any) -> Any:
-        """TRL's: the completions of a batch, in several turns where there are tools."""
+        """TRL's method: the completions of a batch, in several turns if there are tools."""
         with self._pages():
             return super()._generate(*args, **kwargs)  # type: ignore[misc]
 
@@ -76,11 +76,11 @@ class PagedRollouts:
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        """TRL's: the completion of each prompt, and in GRPO the log-probabilities of its tokens."""
+        """TRL's method: each prompt's completion, and in GRPO its tokens' log-probabilities."""
         if images is not None or "pixel_values" in (multimodal_fields or {}):
             raise ValueError("images: expected prompts of text alone for rollouts over pages")
         own = inspect.signature(super()._generate_single_turn)  # type: ignore[misc]
-        # A trainer weighs log-probabilities at its own temperature, results have the model's.
+        # A trainer wants log-probabilities at its own temperature; results have them at 1.
         is_model_s = getattr(self, "temperature", 1.0) == 1.0
         with self._pages() as pages:
             results = self._rolled_out(pages, [list(ids) for ids in prompt_ids], is_model_s)
@@ -99,7 +99,7 @@ class PagedRollouts:
         model = trainer.accelerator.unwrap_model(trainer.model_wrapped)
         require_whole(trainer.model_wrapped)
         try:
-            # Mixed precision keeps weights in float32: the copies that it casts last as long.
+            # Mixed precision keeps weights in float32; the copies that it casts live in here.
             with trainer.accelerator.autocast():
                 pages = BatchGenerator(model, trainer.processing_class, **self._fields)
                 self._generator = pages
@@ -107,7 +107,7 @@ class PagedRollouts:
                     yield pages
         finally:
             self._generator = None
-            torch.clear_autocast_cache()  # a caller's own autocast would train with them
+            torch.clear_autocast_cache()  # a caller's own autocast would train with the copies
 
     def _rolled_out(
         self, pages: BatchGenerator, prompts: list[list[int]], logprobs: bool
@@ -117,14 +117,14 @@ class PagedRollouts:
         places: dict[tuple[int, ...], list[int]] = {}
         for place, prompt in enumerate(prompts):
             places.setdefault(tuple(prompt), []).append(place)
-        samples = gcd(*map(len, places.values()))  # a number for all prompts of a call
+        samples = gcd(*map(len, places.values()))  # one number for all prompts of a call
         groups = [
             (list(prompt), at[i : i + samples])
             for prompt, at in places.items()
             for i in range(0, len(at), samples)
         ]
         config = deepcopy(trainer.generation_config)
-        # The trainer turns the cache off where gradients are checkpointed.
+        # The trainer turns the cache off if gradients are checkpointed.
         config.update(num_return_sequences=samples, use_cache=True)
         distinct = [prompt for prompt, _ in groups]
         found: dict[int, Result] = {}
@@ -151,7 +151,7 @@ def in_eval(model: nn.Module) -> Iterator[None]:
 
 
 def require_whole(model: nn.Module) -> None:
-    """Raises where weights are shards, of which a forward by hand would see a part."""
+    """Raises if weights are shards: a forward outside of the trainer would see only a part."""
     kinds = {type(module).__name__ for module in model.modules()}
     for parameter in model.parameters():
         kinds |= {base.__name__ for base in type(parameter).__mro__}
