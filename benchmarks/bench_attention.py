@@ -1,13 +1,13 @@
-"""One layer's attention through the public call on a CPU, beside SDPA, its ways in turn.
+"""Times one layer's attention through the public call on a CPU, in turn with SDPA.
 
-SDPA attends over K and V that are contiguous already, which no paged cache has at hand. Of decoding
-rows `torch.cat` appends the new token first, as `DynamicCache` does, and `repeat_kv` is what
+SDPA attends over contiguous K and V, which no paged cache has at hand. If rows decode, two more
+ways append the new token first: `torch.cat` does what `DynamicCache` does, and `repeat_kv` what
 transformers does under a mask: cat, then repeat_kv, then SDPA. Ours finds out which rows share
 pages; "nothing shared" has a copy for each row.
 
-What nobody may read is NaN, and so are the slots of the new tokens, which ours writes. Each result
-is compared with the truth in float64 before it is timed. fp32, one thread if the job names no more.
-A card's cells are those of `benchmarks/gpu/grid.py`.
+Slots that nobody may read are NaN, and so are the slots of the new tokens until ours writes them.
+Each result is compared with float64 before it is timed. fp32; one thread, unless the job's name
+says otherwise. The cells for a card are in `benchmarks/gpu/grid.py`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from benchmarks.peers import dense
 from pagedkv import CacheConfig, PagedKVCache, StepMetadata, paged_attention
 
 CPU = torch.device("cpu")
-# Norm of the error over that of the truth: sums of fp32 stay near 1e-6, bf16 rounds to 2**-9.
+# Norm of the error over the norm of the truth: sums of fp32 stay near 1e-6, bf16 rounds to 2**-9.
 TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 4e-3}
 Check = Callable[[Call], None]
 TINY, SMALL = Heads(8, 2, 64), Heads(9, 3, 64)
@@ -46,7 +46,7 @@ def rows(heads: Heads, lens: Sequence[int], new: Sequence[int], shared: int = 0)
 
 ONE = (1,) * 16
 SPREAD = tuple(range(512, 4097, 238))  # sixteen lengths
-# Job: its cell of the small size, and of the full one.
+# By job: its cell of the small size, and its cell of the full size.
 JOBS = {
     "decode, short rows": (rows(TINY, (64,) * 4, ONE[:4]), rows(SMALL, (512,) * 16, ONE)),
     "decode, long rows": (rows(TINY, (1024,) * 4, ONE[:4]), rows(SMALL, (4096,) * 16, ONE)),
@@ -62,7 +62,7 @@ JOBS = {
     "a chunk of a long prompt": (rows(TINY, (576,), (64,)), rows(SMALL, (4608,), (512,))),
 }
 ROUNDS = {"small": 40, "full": 60}
-MOST_OF_READING = 1 / 0.6  # decoding is bound by memory: seconds over those of reading alone
+MOST_OF_READING = 1 / 0.6  # decoding is bound by memory: its seconds over those of reading
 TARGETS = {("decode, long rows", SHUFFLED): 2.5, ("decode, long rows", IN_A_ROW): 1.5}
 
 
@@ -121,7 +121,7 @@ def placed(cell: Cell, shuffled: bool = True, dtype: torch.dtype = torch.float32
         for row in range(len(new)):
             ids = case.row_ids(row)
             pool[ids] = torch.randn(len(ids), g, size, d).to(dtype)
-        for row, length in enumerate(cell.kv_lens):  # a shared page is every row's
+        for row, length in enumerate(cell.kv_lens):  # when all are filled: rows share pages
             pool[case.row_ids(row)[-1], :, (length - 1) % size + 1 :] = math.nan
     k, v = (pool[case.slots // size, :, case.slots % size] for pool in pools)
     return Placed(case, cache, step, k, v)
@@ -141,7 +141,7 @@ def attending(
 
 
 def contiguous(cell: Cell) -> dict[str, tuple[Call, Check]]:
-    """SDPA over K and V that are there already; and what a dense cache does to get them."""
+    """Returns SDPA over K and V that are there already, and behind a dense cache's appends."""
     case = make_case(cell, CPU, torch.float32)
     calls = {SDPA: dense.sdpa(gather=False)(case)}
     if cell.decode:
@@ -179,7 +179,7 @@ def appending(case: Case) -> dict[str, Call]:
 
 
 def right(case: Case) -> Check:
-    """Compares the output with the truth about what the pages hold."""
+    """Compares the output with attention in float64 over the pages."""
     error_of, allowed = dense.check_attention(case), TOLERANCES[case.q.dtype]
 
     def check(call: Call) -> None:
@@ -238,7 +238,7 @@ def bench_one_layer(
 def bench_reading(
     dtype: torch.dtype, threads: int, alternate: Alternate, claim: Any, size: str
 ) -> None:
-    """Decoding beside a loop that reads the bytes of the same K and V, which lie in a row."""
+    """Times decoding beside a loop that reads as many bytes as K and V have, all in a row."""
     torch.set_num_threads(threads)
     cell = JOBS["decode, long rows"][size == "full"]
     numbers = torch.randn(sum(cell.kv_lens) * cell.token_bytes(dtype.itemsize) // 4)

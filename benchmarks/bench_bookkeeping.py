@@ -1,4 +1,4 @@
-"""The bookkeeping of a step, without a model: numpy tables, one thread, no tensor but in the cache.
+"""The bookkeeping of a step: numpy tables alone, the whole cache, and a cache under a tiny model.
 
 Full size is 256 sequences of about 2048 tokens in 40,000 pages of 16. The sequences' lengths differ
 by up to a page, so that every decode step opens and fills the same number of pages.
@@ -63,7 +63,7 @@ def text_of(tables: PageTables, seq: int) -> np.ndarray:
 
 
 def bench_page_tables(shape: dict[str, Any], alternate: Alternate, claim: Any) -> None:
-    """A decode step of the tables alone: by count no prefix is found again, with ids it is."""
+    """A decode step of the tables alone: fed by count, or with ids, so that prefixes are found."""
     batch, tokens, steps = shape["batch"], shape["tokens"], shape["steps"]
     prompts = random_prompts(tokens - np.arange(batch) % PAGE)
     ids = np.random.default_rng(1).integers(0, 50_000, (2 * PAGE + steps, batch))
@@ -132,7 +132,7 @@ def bench_prompt_again(shape: dict[str, Any], alternate: Alternate, claim: Any) 
 
     def free() -> None:
         for name, seq in held:
-            length = tokens - (name in turns)  # of what is found all but the last
+            length = tokens - (name in turns)  # a prompt that is found lacks its last token
             assert made[name].lengths[made[name].row_of(seq)] == length
             sequences.free(made[name], [seq])
             made[name].changed.clear()
@@ -163,14 +163,14 @@ def bench_cache(
 ) -> None:
     """A decode step of the whole cache with its tensors: traced, and with layers on two devices.
 
-    The second device is the CPU by another name: what a copy takes the host is all there is to it.
+    The second device is the CPU by another name, so it adds only what a copy costs the host.
     """
     import torch
 
     from pagedkv import CacheConfig, PagedKVCache
     from pagedkv.storage import Placement, placement
 
-    # Tensors of the CPU do not name a number; without this one the two devices were one.
+    # CPU tensors name no device number; without this patch both devices would count as one.
     monkeypatch.setattr(placement, "_named", torch.device)
 
     batch, tokens, steps = shape["batch"], shape["tokens"], shape["steps"]
@@ -211,11 +211,11 @@ def bench_cache(
     claim(job, "layers on two devices / on one", ratio(seconds, two, plain), target=1.7)
 
 
-@pytest.mark.filterwarnings("ignore:.* has the forward hook")  # by which it is timed
+@pytest.mark.filterwarnings("ignore:.* has the forward hook")  # which times it
 def bench_between_forwards(shape: dict[str, Any], record: Any, claim: Any) -> None:
     """Time from the end of a forward to the begin of the next, with a model of one small layer.
 
-    So the processor's caches stay ours, as they do where a card computes.
+    So small a model leaves the processor's caches to us, as a model on a card does.
     """
     import torch
 
@@ -257,8 +257,8 @@ def one_layer() -> Any:
 def bench_many_prefixes(shape: dict[str, Any], alternate: Alternate, claim: Any) -> None:
     """Prompts behind 200 prefixes in random order, in pages for a tenth of the prefixes.
 
-    A list is known beforehand, so that prefixes can be put together; of an iterator they come as
-    they come.
+    A list is known beforehand, so prompts with one prefix can be put together; prompts of an
+    iterator run in the order in which they come.
     """
     from pagedkv import BatchGenerator
 

@@ -1,11 +1,11 @@
 """Seconds and steps of `BatchGenerator` with drafts, by lookup and by a smaller model.
 
-Two models draft for two others, as no trained pair comes with a package:
+Two models draft for two others, because no trained pair comes with a package:
 
-- For SmolLM2-135M its first layers, with its norm and its head: cheap, and seldom right.
-- For a model several times as large the same small one with noise on its weights. The large one is
-  SmolLM2-135M with layers behind its own whose outputs are zero: they cost what layers cost, and
-  its answers are SmolLM2's. So the share of right drafts is chosen, and the costs are measured.
+- The first layers of SmolLM2-135M, with its norm and head, draft for it: cheap, and seldom right.
+- SmolLM2-135M with noise on its weights drafts for a model several times as large. The large model
+  is SmolLM2-135M with further layers whose outputs are zero: they cost what layers cost, and leave
+  its answers alone. So the noise sets the share of right drafts, and the costs are measured.
 
 Processor seconds of one thread, prompts included; every way has to give the same tokens.
 """
@@ -57,7 +57,7 @@ def enlarged(model: Any, layers: int) -> Any:
 def compare(
     job: str, model: Any, tokenizer: Any, shape: Any, ways: Any, record: Any, claim: Any, table: Any
 ) -> None:
-    """Answers the same prompts in each way, and puts what it took into the tables."""
+    """Answers the same prompts in each way, and puts seconds and steps into the tables."""
     questions = (ROOT / "docs/examples/questions.txt").read_text().splitlines()[: shape["rows"]]
     prompts = [[{"role": "user", "content": question}] for question in questions]
     expected, seconds = None, {}

@@ -1,11 +1,11 @@
-"""Bytes and the time of a decode step, of every format and policy.
+"""Bytes of pages, and the time of a decode step, for every format and policy.
 
-- `x fewer bytes`: K and V of eight texts in bf16, heads of 64, over the bytes of all tensors of
-  pages that a cache for them allocates: scales, bounds and exact pages included.
-- a decode step: all of it without a model (bookkeeping, writes, attention of all layers), over one
+- `x fewer bytes`: bytes of K and V of eight texts in bf16, heads of 64, over the bytes that a cache
+  for them allocates for pages: scales, bounds and exact pages included.
+- a decode step without a model (bookkeeping, writes, attention of all layers): its time over that
   of dense pages, which takes turns with it; fp32, one thread on a CPU.
 
-What a model loses is measured by `pagedkv quality`.
+`pagedkv quality` measures what a model loses.
 """
 
 from __future__ import annotations
@@ -56,13 +56,13 @@ def bench_ways_of_keeping(shape: Any, alternate: Alternate, claim: Any, table: A
 
 
 def way(kept: dict[str, Any], length: int) -> Variant:
-    """The variant that keeps texts of some length so."""
+    """Returns the variant that keeps texts of some length in this way."""
     budget = {"budget": int(kept["budget"] * length)} if "budget" in kept else {}
     return variant(**kept | budget, length=length)
 
 
 def fewer_bytes(kept: dict[str, Any], head_dim: int, length: int) -> float:
-    """K and V of some texts in bf16 over what a cache for them allocates."""
+    """Returns bytes of K and V in bf16 over those that a cache for the same texts allocates."""
     layers, heads, texts = 2, 4, 8
     fields = dict(way(kept, length).fields)
     held = fields.get("budget", int(length * fields.get("keep", 1)))
@@ -73,7 +73,7 @@ def fewer_bytes(kept: dict[str, Any], head_dim: int, length: int) -> float:
 
 
 def decoding(kept: dict[str, Any], shape: dict[str, int]) -> Callable[[], None]:
-    """A decode step of some rows of random K and V, each call one token later."""
+    """Returns a decode step of rows of random K and V; each call is one token later."""
     rows, past = shape["rows"], shape["past"]
     sizes = {"max_tokens": rows * (past + shape["rounds"] + 64), "max_sequences": rows}
     fields = way(kept, past).fields

@@ -1,16 +1,16 @@
 """The time of pools that grow, and the memory of caches while a text is generated.
 
-The objection to reserving ahead is that every step then pays for what is not used. Here a step of
-all layers takes turns on three pools: one of exactly the tokens it ever holds, one of 16 times as
-many, and one that grows towards as many.
+One objection to reserving ahead is that every step may pay for memory that is not used. Here a step
+of all layers takes turns on three pools: one for exactly the tokens that it ever holds, one for 16
+times as many, and one that may grow to that size.
 
     python -m benchmarks.bench_growth docs/growth.png
 
 draws memory over 4000 tokens that come one at a time (Linux). Each cache runs in a process of its
-own, which reads from /proc what it has allocated (VmData) and what of it is in use (VmRSS). A CPU
-gives memory with the first write, a card gives it with the allocation. The concatenating cache is
-`torch.cat` of K and of V in every layer for every token, as transformers' DynamicCache does it; it
-is looked at after every concatenation, while the old tensor is still there, and after every token.
+own, which reads from /proc how much it has allocated (VmData) and how much it uses (VmRSS). A CPU
+gives memory at the first write, a card at the allocation. The concatenating cache calls `torch.cat`
+for K and V of every layer and token, as transformers' DynamicCache does. Its memory is read after
+every concatenation, while the old tensor is still there, and after every token.
 """
 
 import multiprocessing
@@ -36,7 +36,7 @@ TIMES = 16
 
 
 def new_pool(shape: dict[str, int], device: torch.device, times: int, growing: bool) -> Any:
-    """A pool for `times` what the benchmark needs, and its sequences, prompts computed."""
+    """Makes a pool for `times` the tokens that are needed, and sequences with their prompts."""
     each = -(-(shape["tokens"] + WARMUP + shape["rounds"] + 1) // 16) * 16
     sizes = {"max_tokens": times * shape["batch"] * each, "max_sequence_length": each}
     sizes |= {"max_sequences": shape["batch"], "growth_step": 256 if growing else None}
@@ -50,7 +50,7 @@ def new_pool(shape: dict[str, int], device: torch.device, times: int, growing: b
 
 
 def forward(cache: PagedKVCache, step: Any) -> torch.Tensor:
-    """Writes and attends in every layer, as a model would: what the last one returns."""
+    """Writes and attends in every layer, as a model would; returns the last layer's output."""
     torch.manual_seed(int(step.kv_lens_host[0]))  # the same in every pool
     dtype = getattr(torch, cache.config.dtype)
     q = torch.randn(step.num_tokens, 9, 64, dtype=dtype, device=cache.device)
@@ -91,7 +91,7 @@ def bench_reserved(
 
 
 def bench_grow(shape: dict[str, int], alternate: Alternate, claim: Any) -> None:
-    """256 tokens more in all layers: by a pool that has none left, and by `torch.cat` to 1,024."""
+    """Room for 256 more tokens in all layers: a full pool grows, or `torch.cat` adds to 1,024."""
     rounds, layers = shape["rounds"], shape["layers"]
     sizes = {"max_tokens": 256 * (rounds + 3), "max_sequences": rounds + 3}
     config = CacheConfig(layers, 3, 64, "float32", **sizes, growth_step=256)
@@ -160,10 +160,10 @@ def concatenated() -> Iterator[list[Look]]:
 
 
 def measure(growth_step: int | None) -> list[list[Look]]:
-    """Memory beyond the process's own at every EVERY-th token, looked at once or several times."""
+    """Memory above the process's own at every EVERY-th token, read once or several times."""
     torch.set_num_threads(1)
     start = concatenated if growth_step == 0 else partial(pooled, growth_step)
-    next(start())  # all code is loaded
+    next(start())  # loads all code
     before = look()
     return [
         [(data - before[0], resident - before[1]) for data, resident in looks]
@@ -198,7 +198,7 @@ def draw(path: str) -> None:
 
 
 if __name__ == "__main__":
-    # By its module's name, which is what processes know it by.
+    # Imported by its module's name, under which processes find it.
     from benchmarks.bench_growth import draw as run
 
     run(sys.argv[1])

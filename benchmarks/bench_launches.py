@@ -1,13 +1,12 @@
 """Host time of a whole decode step through the Triton backend, and of the calls in it.
 
-Launches of a layer are bound once for a step; the otherwise is to call the kernels anew.
+A layer's launches are bound once for a step; the other way is to call the kernels anew.
 
-16 rows of about 1000 tokens, 30 layers, measured in a process of its own: on the card where there
-is one, nothing waiting for it in between, else on one that is not there
-(`compiled/fake_driver.py`), tensors being the CPU's: the whole way through the library and through
-Triton, without what the CUDA driver takes. There nothing is computed, so there is nothing to
-compare either; what can be said is how many kernels each call launches, and that is part of the
-result.
+16 rows of about 1000 tokens, 30 layers, measured in a process of its own. If there is a card, it
+runs there, and no sample waits for the card. If there is none, it runs for an absent card
+(`absent_card` in `kernels/triton/card.py`), with tensors on the CPU. Then calls go all the way
+through the library and Triton, but the time of the CUDA driver is missing. Nothing is computed,
+so no results are compared; only the number of kernels that each call launches is checked.
 """
 
 from __future__ import annotations
@@ -29,10 +28,10 @@ from pagedkv import CacheConfig, PagedKVCache, paged_attention, write_kv
 
 ROUNDS = {"small": 60, "full": 400}
 ROWS, LAYERS, PAGE = 16, 30, 16
-HEADS = (16, 2, 64)  # small: what the host does is the same for all of them
-SHORT, LONG = 64, 8192  # tokens: one that no kernel splits over, and one that all do
-CALLS = 10  # of one kind in a sample; a clock is read before and after
-# Launches that the names promise.
+HEADS = (16, 2, 64)  # small, because the host does the same for all sizes
+SHORT, LONG = 64, 8192  # tokens of rows: no kernel splits the short ones, every one the long ones
+CALLS = 10  # calls of one kind in a sample, between two readings of the clock
+# How many kernels each part launches, if its name says so.
 PARTS: dict[str, int | None] = {
     "step": None,
     "step: prepare": None,
@@ -74,7 +73,7 @@ class Meter:
     """Collects samples, and kernels launched, by name."""
 
     def __init__(self, gpu: Any) -> None:
-        self.gpu = gpu  # the one that is not there, or None
+        self.gpu = gpu  # the absent card, or None if there is a card
         self.seconds: dict[str, list[float]] = {}
         self.launches: dict[str, int | None] = {}
 
@@ -83,7 +82,7 @@ class Meter:
         """Times a block of `calls` calls.
 
         Args:
-            idle: begins when the device has nothing left to do, so that no launch waits for it.
+            idle: whether to begin when the device has nothing to do, so that no launch waits.
         """
         if idle and self.gpu is None:
             torch.cuda.synchronize()
@@ -142,7 +141,7 @@ def steps(meter: Meter, device: str, rounds: int) -> None:
     sizes = {"page_size": PAGE, "max_sequences": ROWS, "max_tokens": ROWS * (1024 + PAGE)}
     config = CacheConfig(LAYERS, g, d, "bfloat16", **sizes)
     cache = PagedKVCache(config, device=device, backend="torch" if meter.gpu else "triton")
-    # On a CPU the backend is refused, as it should be: only here nothing runs what is launched.
+    # A cache rightly refuses this backend on a CPU; only here nothing that is launched runs.
     cache.backend, cache._storage._kernels = "triton", paged
     q, k, v = inputs(device)
     seqs = [cache.add() for _ in range(ROWS)]

@@ -27,7 +27,7 @@ pytest.importorskip("transformers")
 
 from pagedkv import BatchGenerator
 
-NEAR = 5e-4  # a sum of log-probabilities against another's: float32 log-softmax adds up its errors
+NEAR = 5e-4  # how far sums of log-probabilities may differ: errors of float32 log-softmax add up
 BATCH = 8
 PADDED, PAGED = f"padded rows in batches of {BATCH}, as lm-eval", "BatchGenerator.score"
 NAMES = ("layers", "rounds", "contexts", "shared", "own", "many", "documents")
@@ -91,7 +91,7 @@ def compare(
     """Times the ways in turn.
 
     Args:
-        peer: scores them, too; padded rows are then timed in their first turn alone, of minutes.
+        peer: scores them, too; padded rows, which take minutes, are then timed only once.
     """
     generator = BatchGenerator(model, max_tokens=16_384)
 

@@ -5,10 +5,10 @@ tokens are compared. SmolLM2-135M in fp32: 30 layers of 14 MB. Set `AIRLLM_PYTHO
 interpreter of an environment with airllm 4.0.0 and the versions of `constraints.txt` to have AirLLM
 in it.
 
-Experts that are read when tokens are routed to them stream beside whole layers, in one process: a
-Qwen3-MoE of random weights, 128 experts a layer of 590 kB each, 8 a token. It is routed almost at
-random, so real texts find more experts in memory. All but the experts is resident, and logits have
-to be equal.
+Another benchmark streams single experts, when tokens are routed to them, beside whole layers, in
+one process: a Qwen3-MoE of random weights, 128 experts a layer of 590 kB each, 8 a token. It routes
+almost at random, so real texts find more experts in memory. Everything but the experts is resident,
+and logits have to be equal.
 """
 
 import os
@@ -120,7 +120,7 @@ def bench_from_the_disk(take_turns: Any, shape: Any, claim: Any) -> None:
 
 
 @pytest.mark.usefixtures("one_thread")
-@pytest.mark.filterwarnings("ignore:.* has the forward hook")  # by which the cache is dropped
+@pytest.mark.filterwarnings("ignore:.* has the forward hook")  # which drops the cache
 def bench_drafts_by_lookup(alternate: Alternate, folder: Path, shape: Any, claim: Any) -> None:
     """A prompt that repeats itself: guesses out of the text, verified in the same pass."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
@@ -177,7 +177,7 @@ class Routed:
     def __init__(self, streamers: dict[str, LayerStreamer], rows: int) -> None:
         self.streamers, self.rows = streamers, rows
         self.logits: dict[str, torch.Tensor] = {}
-        self.shares: list[float] = []  # of the bytes of all experts, in each pass
+        self.shares: list[float] = []  # the share of all experts' bytes that each pass read
         self._generator = torch.Generator().manual_seed(rows)
 
     def new_tokens(self) -> None:

@@ -35,7 +35,7 @@ from benchmarks.peers.whole_jobs import (
 )
 from pagedkv import BatchGenerator, PagedCache
 
-TIE = 1e-4  # logits this close may be told apart differently by two ways of adding
+TIE = 1e-4  # two ways of adding may put logits that are this close in different orders
 
 PLAIN, REPEATED = "plain generate, DynamicCache", "prefix once, repeated"
 CONTINUOUS = "generate_batch"
@@ -126,12 +126,12 @@ def batch(model: Any, job: Job, **options: Any) -> Answer:
 
 
 def made_before(model: Any) -> BatchGenerator:
-    """A generator of a copy, since it keeps its model's attention while it is there."""
+    """A generator of a copy of the model, because it changes a model's attention while it lives."""
     return BatchGenerator(deepcopy(model))
 
 
 def batch_kept(generator: BatchGenerator, model: Any, job: Job) -> Answer:
-    """Gives the list to a generator that is there, as peers have loaded the model before."""
+    """Gives the list to a generator made before, because peers have loaded their model before."""
     prompts = [ids[mask.bool()] for ids, mask in zip(job.prompts, job.mask, strict=True)]
     generator.cache.clear_prefixes()  # also of a closed one that somebody still holds
     results = generator.generate(prompts, max_new_tokens=job.new, do_sample=False)
@@ -170,9 +170,9 @@ def require_same_tokens(model: Any, job: Job, expected: Tensor, got: Tensor, nam
 class Run:
     """A job done in several ways: answers and peaks of the first turn, seconds of the others.
 
-    Where plain generation takes minutes, it is timed in the first turn alone (`plain_once`). Tokens
-    are held to it, but for peers, which have kernels of their own, and for bfloat16, in which ties
-    are many.
+    If plain generation takes minutes, it is timed in the first turn alone (`plain_once`). Tokens
+    have to equal those of plain generation, except those of peers, which have kernels of their own,
+    and those in bfloat16, which has many ties.
     """
 
     def __init__(
@@ -237,7 +237,7 @@ def bench_shared_prefix(
 
 
 def as_for_peers(model: Any) -> Any:
-    """The whole model with the weights that others read; a part of it, for which there are none."""
+    """Returns the whole model with the weights that peers read; a cut model stays as it is."""
     return rounded(model) if is_whole(model) else model
 
 
@@ -297,7 +297,7 @@ def bench_long_prefix(model: Any, shape: Any, alternate: Any, claim: Any, table:
 
 
 def bench_mixed_lengths(model: Any, shape: Any, alternate: Alternate, claim: Any) -> None:
-    """Prompts and answers of all lengths in a pool of a quarter of what they need at once."""
+    """Prompts and answers of all lengths, in a pool for a quarter of their tokens."""
     source, count, size = np.random.default_rng(0), shape["prompts"], shape["batch"]
     lengths = np.exp(source.uniform(np.log(16), np.log(shape["longest"]), count)).astype(int)
     new = source.integers(1, shape["most_new"] + 1, count)
@@ -346,7 +346,7 @@ def bench_one_prompt(
 def claim_beside_peers(
     job: str, seconds: Seconds, targets: dict[str, float | None], claim: Any
 ) -> None:
-    """Claims what a generator that is there takes of each peer's time, whose model is, too."""
+    """Claims the time of a generator made before over each peer's, whose model is loaded, too."""
     for peer, target in targets.items():
         if peer in seconds:
             claim(job, f"{KEPT} / {peer}", ratio(seconds, KEPT, peer), target=target)

@@ -1,6 +1,6 @@
 """Cells: inputs that kernels are timed on, as data, and fresh tensors for them.
 
-A cell says which rows there are, how many tokens of each are new and in pages of what size; which
+A cell says which rows there are, how many of their tokens are new, and how large pages are; which
 peers run beside ours; and what we must and want to reach.
 """
 

@@ -1,8 +1,8 @@
 """Fixtures of all benchmarks: their size, how ways take turns, and the tables at the end.
 
-A job is done in several ways, of which one is what its user would do otherwise. Each way is a row
-in pytest-benchmark's table of the job, and what is claimed of them is a row in the table of the
-area, which is named by the file: `bench_whole_jobs.py` has whole jobs.
+A job is done in several ways; one of them is what its user would do without us. Each way is a row
+in pytest-benchmark's table of the job, and each claim about ways is a row in the table of the area,
+which has the name of the file: `bench_whole_jobs.py` is the area "whole jobs".
 """
 
 import json
@@ -53,7 +53,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     config.stash[CLAIMS] = []
     config.stash[TABLES] = {}
-    if config.getoption("--size") == "small":  # several threads wait for what else runs
+    if config.getoption("--size") == "small":  # several threads would wait for other programs
         torch.set_num_threads(1)
     if config.getoption("--compare-ratios"):
         _saved(config)  # before minutes are spent
@@ -147,9 +147,9 @@ def record(benchmark: Any, area: str) -> Callable[[str, Seconds], None]:
     def add(job: str, seconds: Seconds) -> None:
         benchmark._mode = "rows of ways"  # else it warns that it was not used
         for way, spent in seconds.items() if benchmark.enabled else ():
-            row = copy(benchmark)  # it has one row by itself
+            row = copy(benchmark)  # one fixture makes one row
             row.name, row.group = way, f"{area}: {job}"
-            row.fullname = f"{row.group}: {way}"  # by which saved runs are compared
+            row.fullname = f"{row.group}: {way}"  # saved runs are compared by it
             stats = row._make_stats(1)
             for each in spent:
                 stats.update(each)
@@ -161,7 +161,7 @@ def record(benchmark: Any, area: str) -> Callable[[str, Seconds], None]:
 def alternate(benchmark: Any, record: Any, size: str) -> Alternate:
     """Times ways of a job in turn, A B C A B C ..., so that a busy machine slows them alike.
 
-    At the small size by the processor's clock, which what else runs hardly moves.
+    The small size is timed by the processor's clock, which other programs hardly change.
     """
 
     def run(
@@ -224,7 +224,7 @@ def table(request: pytest.FixtureRequest, benchmark: Any, area: str) -> Callable
 def job(module: str, *arguments: str, python: str = sys.executable) -> Any:
     """Runs a module in a process of its own on one thread; returns its last line, read as JSON.
 
-    Kernels are compiled there, whatever was wanted in this process.
+    Kernels are compiled there, even if this process interprets them.
     """
     unwanted = "TRITON_INTERPRET", "PYTHONSAFEPATH"
     env = {name: value for name, value in os.environ.items() if name not in unwanted}
@@ -275,7 +275,7 @@ def pytest_benchmark_update_machine_info(
     config: pytest.Config, machine_info: dict[str, Any]
 ) -> None:
     for name in [name for name in machine_info["cpu"] if name.startswith("hz_actual")]:
-        del machine_info["cpu"][name]  # another one each time, and each run another machine
+        del machine_info["cpu"][name]  # it changes, so that each run would have another machine
     machine_info["packages"] = {name: _version(name) for name in PACKAGES}
     machine_info["threads"] = {
         "torch": torch.get_num_threads(),

@@ -52,11 +52,11 @@ class Shipped(NamedTuple):
     Attributes:
         name: same in every architecture.
         compile: called while the architecture's driver is active.
-        buffers: least depth of the K and V pipeline, or one less than its stages; 0 without one.
+        buffers: least depth of the pipeline of K and V, at most its stages less one; 0 without one.
         mma: "hmma", "hgmma", "tcgen05", "ffma" or "none".
         wide: pages are read and written 16 bytes at a time.
         stack: most bytes that a thread spills, outside of the main loop.
-        measured: a card has shown that it is the fastest although it spills there, too.
+        measured: a card has shown that it is the fastest although it spills in that loop, too.
         int64_args: arguments that point at pools, where int32 offsets may overflow.
         hidden: least exponentials of the main loop that are made while products run.
         repeats: most times that warps make the same product.
@@ -99,7 +99,7 @@ def analyse(compiled: CompiledKernel, pools: tuple[str, ...] = ("k_ptr", "v_ptr"
     meta = compiled.metadata
     paths = {Path(name).suffix[1:]: Path(path) for name, path in compiled.metadata_group.items()}
     machine = disassemble(paths["cubin"], compiled.name)
-    if "ttir" not in paths:  # Gluon, whose copies are the accelerator's, and said by its source
+    if "ttir" not in paths:  # Gluon: hardware makes its copies, and its source says which
         figures = _figures(compiled, machine, 0, _mma(machine.loop, machine.code))
         return figures._replace(
             hazards=hazards.found(machine.listing, meta.num_warps, {"SYNCS.ARRIVE"})
@@ -145,8 +145,8 @@ def _mma(*codes: dict[str, int]) -> str:
 def resident(registers: int, shared: int, warps: int, arch: int) -> int:
     """Blocks that a multiprocessor holds at once."""
     chip = CHIPS[arch]
-    # Registers are dealt out in 256 to a warp, from four equal parts; the system takes 1 KiB of
-    # shared memory for each block.
+    # A warp gets registers in units of 256, from one of four equal parts; the system takes 1 KiB
+    # of shared memory for each block.
     a_warp = math.ceil(max(registers, 1) / 8) * 8 * WARP
     by_registers = REGISTERS // 4 // a_warp * 4 // warps
     by_shared = (chip.shared + 1024) // (math.ceil(shared / 128) * 128 + 1024)
@@ -179,7 +179,7 @@ def problems(figures: Figures, shipped: Shipped, arch: int) -> list[str]:
 
 
 class Row(NamedTuple):
-    """A kernel of the report; what does not compile has no figures."""
+    """A kernel of the report; one that does not compile has no figures."""
 
     arch: int
     name: str
@@ -276,7 +276,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    # By its module's name: what processes send back is of benchmarks.kernel_report everywhere.
+    # Imported by its module's name, so that objects from processes have the same classes here.
     from benchmarks.kernel_report import main as run
 
     sys.exit(run())

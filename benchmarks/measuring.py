@@ -27,7 +27,7 @@ LONG = 2000.0  # microseconds
 FLUSH = 256 << 20  # bytes written between cold calls, several times the L2 of any GPU of today
 BURST = 400.0  # microseconds of work in one warm graph, so that its launch is lost in it
 
-READ_BYTES = 256 << 20  # of a CPU, beyond the caches of most processors
+READ_BYTES = 256 << 20  # that a CPU reads for its ceiling, beyond the caches of most
 SIDE = 1024  # of the matrices that a CPU multiplies for its ceiling
 
 
@@ -48,7 +48,7 @@ class Way:
         self.many = self.capture(self.repeats) if graph else None
 
     def capture(self, calls: int) -> torch.cuda.CUDAGraph | None:
-        """Captures calls as a graph; None if they cannot be, as where they wait for the device."""
+        """Captures calls as a graph; None if that fails, as with calls that wait for the device."""
         graph = torch.cuda.CUDAGraph()
         try:
             with torch.cuda.graph(graph):
@@ -72,7 +72,7 @@ class Way:
         return begin.elapsed_time(end) / count * 1e3
 
     def cold(self, call: Callable[[], object], flush: Callable[[], object]) -> float:
-        """One call after the L2 was overwritten; the host runs ahead while that is written."""
+        """Times a call after the L2 was overwritten; the host runs ahead during the overwriting."""
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         flush()
         begin.record()
@@ -142,7 +142,7 @@ def ceilings(device: torch.device) -> dict[str, float]:
     """The device's limits: streams in GB/s, matrices in TFLOPS, an empty span of events."""
     on_gpu = device.type == "cuda"
     nbytes, side = (4 << 30, 8192) if on_gpu else (READ_BYTES, SIDE)
-    data = torch.ones(nbytes // 4, device=device)  # written, so that every page of it is memory
+    data = torch.ones(nbytes // 4, device=device)  # written, so that all of it has memory
     spare = torch.empty_like(data[: len(data) // 2])
     dtype = torch.bfloat16 if on_gpu else torch.float32
     a, b = torch.randn(2, side, side, device=device, dtype=dtype)
@@ -153,7 +153,7 @@ def ceilings(device: torch.device) -> dict[str, float]:
         "matmul_tflops": lambda: torch.mm(a, b, out=out),
     }
     work = {"read_gbs": nbytes / 1e3, "copy_gbs": nbytes / 1e3, "matmul_tflops": 2 * side**3 / 1e6}
-    if not on_gpu:  # what else runs can only take away from a ceiling
+    if not on_gpu:  # other programs can only lower a ceiling
         return {name: work[name] / (1e6 * shortest(call, 8)) for name, call in calls.items()}
     from benchmarks.peers.kernels import read_all
 
@@ -167,7 +167,7 @@ def ceilings(device: torch.device) -> dict[str, float]:
 
 
 def held(what: str) -> float:
-    """MiB of this process that Linux tells of: `VmRSS`, `VmHWM`, `VmData`."""
+    """MiB of this process as Linux counts them: `VmRSS`, `VmHWM`, `VmData`."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith(what)) / 1024
 
@@ -175,7 +175,7 @@ def held(what: str) -> float:
 def with_peak(way: Callable[[], T]) -> tuple[T, float | None]:
     """The answer, and how far the process's resident memory rose above its start, in MiB.
 
-    Linux can forget the peak so far; elsewhere None.
+    This needs Linux, which can forget the peak so far; elsewhere it is None.
     """
     gc.collect()
     try:

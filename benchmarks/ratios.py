@@ -1,8 +1,8 @@
-"""Tables of a run's claims, and a file of its ratios that another run is held against.
+"""Tables of a run's claims, and a file of its ratios with which another run is compared.
 
-Seconds are those of a machine, ratios nearly those of the code. The file has of each ratio the
-least and the largest of the runs that were saved in it; one that lies outside by more than
-`NOISE` is pointed out.
+Seconds depend on the machine, ratios almost only on the code. For each ratio the file has the least
+and the largest value of the runs that were saved in it; a ratio outside of them by more than a
+factor of `NOISE` is marked.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Claim:
 def tables(claims: Iterable[Claim], full: bool, saved: Saved | None = None) -> dict[str, list[str]]:
     """The lines of each area's table; a job is named in its first row.
 
-    Beside the ranges of a file only ratios stand, without targets, which are those of full size.
+    With a saved file, only ratios are listed, beside its ranges; targets hold at full size only.
     """
     extra = ["target"] if saved is None else ["baseline", "outside"]
     found = {}
@@ -77,7 +77,7 @@ def tables(claims: Iterable[Claim], full: bool, saved: Saved | None = None) -> d
 
 
 def save(claims: Sequence[Claim], path: Path, size: str) -> None:
-    """Writes the ratios; what a file of the same size has already becomes a range."""
+    """Writes the ratios; together with values that a file of the same size has they make ranges."""
     saved = load(path, size) if path.exists() else {}
     for each in claims:
         if each.unit == "x":

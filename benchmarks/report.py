@@ -21,7 +21,7 @@ RATES = ("GB/s", "TFLOPS")
 CEILINGS = {"read stream": ("GB/s", "read_gbs"), "matmul": ("TFLOPS", "matmul_tflops")}
 BESIDE = ("warm L2 (us)", "eager (us)", "host (us)", "per byte / other cell", "target")
 HEADER = ("case", "way", "median", *RATES, "share", "time / ours", *BESIDE)
-YARDSTICKS = ("read", "copy")  # of a card: no arithmetic, so no rate of it
+YARDSTICKS = ("read", "copy")  # of a card; they make no arithmetic, so they have no TFLOPS
 UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"), (0.0, "ns"))
 NOTHING = "–"
 
@@ -105,10 +105,10 @@ def per_byte(cell: Record, cells: dict[str, Record]) -> str | None:
 
 
 def beside(name: str, times: Times, ways: dict[str, Record]) -> float | None:
-    """Our time that a way is compared with: planning in both or in none, eager with eager."""
+    """Returns our time to compare a way with: both plan or neither, eager beside eager."""
     planned = name.endswith("+plan") and name != "ours+plan" and "ours+plan" in ways
     mine = ways.get("ours+plan" if planned else "ours", {}).get("times")
-    # What cannot be captured is compared with ours as launched by the host, too.
+    # A way that cannot be captured is compared with ours as the host launches it.
     if mine and "graph_cold" not in times and "eager_cold" in times:
         return mine.get("eager_cold")
     return main_time(mine)
@@ -137,11 +137,11 @@ def table(lines: list[Line]) -> list[str]:
 
 
 def markdown(rows: Sequence[Sequence[str]], names: int = 1, widest: int = 40) -> list[str]:
-    """Lines of a table, the first row its head, aligned as far as cells are no sentences.
+    """Returns the lines of a table whose first row is its head; sentences are not aligned.
 
     Args:
-        names: columns that are written from the left, the first ones.
-        widest: characters from which on a cell is a sentence, an error, say.
+        names: how many columns, the first ones, are aligned on the left.
+        widest: characters that make a cell a sentence, such as an error.
     """
     widths = [max(len(x) for x in column if len(x) < widest) for column in zip(*rows)]
     rule = ["-" * (n - (i >= names)) + ":" * (i >= names) for i, n in enumerate(widths)]

@@ -45,7 +45,7 @@ def smollm2(folder: Path | None = None) -> Path:
         if not folder.is_dir():
             shutil.rmtree(partial, ignore_errors=True)
             print("converting the small language model (once)", file=sys.stderr)
-            with redirect_stderr(io.StringIO()):  # bars, of which one cannot be turned off
+            with redirect_stderr(io.StringIO()):  # one progress bar cannot be turned off
                 _convert(gguf, partial)
             partial.rename(folder)
     return folder
@@ -88,7 +88,7 @@ def _convert(gguf: Path, folder: Path) -> None:
 
     source = {"pretrained_model_name_or_path": gguf.parent, "gguf_file": gguf.name}
     model = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
-    # The weights are plain floats by now; while these say otherwise, saving is refused.
+    # The weights are plain floats by now; if these fields said otherwise, saving would be refused.
     model.hf_quantizer = None
     model.is_quantized = False
     del model.config.quantization_config
@@ -96,7 +96,7 @@ def _convert(gguf: Path, folder: Path) -> None:
 
     tokenizer = AutoTokenizer.from_pretrained(**source)
     # Two things get lost on the way from GGUF: the token that ends a turn, which the model's
-    # configuration still knows, and that decoding gives back the encoded text unchanged.
+    # configuration still has, and the setting that decoding leaves spaces unchanged.
     tokenizer.eos_token = tokenizer.convert_ids_to_tokens(model.config.eos_token_id)
     tokenizer.pad_token = tokenizer.eos_token
     tokenizer.clean_up_tokenization_spaces = False

@@ -102,7 +102,7 @@ class Flow:
                 self.made_of[result] += op.operands
 
     def back(self, value: int, stop: Callable[[Op], bool]) -> Iterator[int]:
-        """All that `value` is made of and itself, up to the operations where the search stops."""
+        """Yields `value` and all that it is made of, up to operations where the search stops."""
         todo, seen = [value], set[int]()
         while todo:
             if (one := todo.pop()) not in seen:
@@ -136,9 +136,9 @@ def _sizes(kind: str) -> tuple[list[int], int]:
 
 
 def int32_products(flow: Flow, pools: tuple[str, ...]) -> tuple[str, ...]:
-    """Products of something loaded, a page id for one, that reach a pool's address in 32 bits.
+    """Finds products in 32 bits of loaded numbers, such as page ids, that reach a pool's address.
 
-    Remainders and masked bits are bounded, and so are products of them: a row within its page.
+    Remainders and masked bits, such as a row within its page, are bounded; so are their products.
     """
 
     def bounded(op: Op) -> bool:
@@ -163,10 +163,10 @@ def int32_products(flow: Flow, pools: tuple[str, ...]) -> tuple[str, ...]:
 def narrow_copies(
     flow: Flow, accesses: list[Access], pools: tuple[str, ...], threads: int
 ) -> tuple[tuple[str, ...], set[str]]:
-    """Reads and writes of tiles of a pool below 16 bytes; and the arguments that have tiles.
+    """Finds accesses to tiles of a pool below 16 bytes, and the arguments that have tiles.
 
-    Scales are pools too, but a scale is a number for each token or head: tiles are what has most
-    dimensions. A tile with less than 16 bytes for each thread cannot be read that widely.
+    Scales are pools too, but have a number for each token or head; so only accesses with the most
+    dimensions are tiles. A tile with less than 16 bytes a thread may be accessed more narrowly.
     """
     tiles: dict[str, list[tuple[int, int]]] = defaultdict(list)
     for op in flow.ops:
@@ -191,10 +191,10 @@ def narrow_copies(
 
 
 def pipeline(flow: Flow, tiles: set[str]) -> int:
-    """Buffers of the tiles' pipeline, the least over all of them; 0 without one.
+    """Counts buffers of the tiles' pipeline, the least over all tiles; 0 without a pipeline.
 
-    The number of stages that was asked for does not tell: with page ids in the same iteration it
-    takes five of them for two buffers.
+    The number of stages that was asked for does not tell it: with page ids in the same iteration,
+    two buffers take five stages.
     """
     depths = []
     for op in flow.ops:
@@ -217,9 +217,9 @@ def pipeline(flow: Flow, tiles: set[str]) -> int:
 
 
 def times_made(flow: Flow) -> int:
-    """How often warps make the same product: where they cover more than its tile, again.
+    """Counts how often warps make the same product: more than once if they cover more than a tile.
 
-    Products of half the largest and less count for nothing: staging pages are few.
+    Products of at most half the size of the largest do not count: staging pages are few.
     """
     sizes: dict[int, int] = defaultdict(int)  # by how often
     for op in flow.ops:
@@ -247,9 +247,9 @@ def _covered(kind: str) -> list[int]:
 
 
 def operands_by(flow: Flow) -> set[str]:
-    """How tiles come to where asynchronous products read them: copied as they are, or stored.
+    """Finds how tiles come to where asynchronous products read them: by copies or by stores.
 
-    What is stored outside of the products' loop counts for nothing: queries.
+    Stores outside of the products' loop do not count: they are of queries.
     """
 
     def made(value: int) -> set[int]:

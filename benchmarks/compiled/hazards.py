@@ -16,24 +16,24 @@ PRODUCTS = {"HGMMA", "QGMMA", "IGMMA"}
 READ_BY_LEFT = 4  # registers that hold the left operand of one product
 # Their first operand is a register that they read.
 NO_RESULT = {"BAR", "BRX", "RET", "WARPSYNC", "CALL", "JMX", "NANOSLEEP"}
-MANY = 8  # products behind one that are told apart
+MANY = 8  # later products are counted up to this number
 
 
 def found(code: list[Instruction], warps: int, releases: set[str]) -> tuple[str, ...]:
-    """Both faults in a kernel of so many warps, a few words each.
+    """Finds both faults in a kernel of so many warps, a few words each.
 
     Args:
-        releases: beginnings of the instructions that refill what products read, or say that one
-            may.
+        releases: beginnings of the names of instructions that refill what products read, or that
+            allow it.
     """
     given = given_away(code, tuple(releases)) if warps > GROUP else []
     return (*overwritten(code), *given)
 
 
 def overwritten(code: list[Instruction]) -> list[str]:
-    """Instructions that write registers of a product that may still run, each with that product.
+    """Finds instructions that write registers of a product that may still run, with the product.
 
-    The left operand must stay as it is, and other instructions leave alone what is being summed.
+    Nothing may write the left operand, and only other products may write the sums.
     """
     parts, following = blocks(code)
     found: dict[str, None] = {}  # in order
@@ -44,7 +44,7 @@ def overwritten(code: list[Instruction]) -> list[str]:
             left = re.match(r"\s*R\d+, R(\d+)", product.operands)
             held = range(int(left[1]), int(left[1]) + READ_BY_LEFT) if left else range(0)
             kept = {True: set(held), False: results(product).union(held)}
-            # Of a way behind it: whether it is committed, and how many are committed after it.
+            # For each way on: whether the product is committed, and how many are after it.
             todo = [(block, index + 1, "gsb0" in product.operands, 0)]
             seen = set(todo)
             while todo:
@@ -66,9 +66,9 @@ def overwritten(code: list[Instruction]) -> list[str]:
 
 
 def given_away(code: list[Instruction], releases: tuple[str, ...]) -> list[str]:
-    """Releases of shared memory that another group's product may still read.
+    """Finds releases of shared memory that another group's product may still read.
 
-    A wait is one group's; only a barrier behind it says that the others waited as well.
+    A wait is for one group; only a barrier behind it shows that other groups have waited, too.
     """
     parts, following = blocks(code)
     found: dict[str, None] = {}

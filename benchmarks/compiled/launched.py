@@ -19,7 +19,7 @@ def compiled_by(kernel: str, call: Callable[[], object]) -> Any:
         launch_it(self, *args)
         launched.append(self)
 
-    # Else Hopper's own kernels are launched.
+    # Without this, Hopper's own kernels would be launched.
     plain = proved.trying() if kernel in ("_prefill", "_decode") else nullcontext()
     with mock.patch.object(launch.Launcher, "_launch", note), plain:
         call()

@@ -33,7 +33,7 @@ class Instruction(NamedTuple):
 
     @property
     def label(self) -> str:
-        """The name it is counted under: copies and reads of shared memory with their width."""
+        """The name under which it is counted; copies and shared memory's reads have a width."""
         base, _, modifiers = self.name.partition(".")
         if base in ("LDG", "LDGSTS"):
             return f"{base}.128" if "128" in modifiers.split(".") else base
@@ -52,7 +52,7 @@ class Machine(NamedTuple):
         length: instructions of the main loop, 0 if there is none.
         code: instructions of the whole kernel by kind.
         tf32: some tensor instruction rounds fp32 to TF32.
-        hidden: exponentials and the like of the main loop that are made while products run.
+        hidden: exponentials of the main loop that are made while products run.
         listing: the instructions.
     """
 
@@ -105,7 +105,7 @@ def under_products(loop: list[Instruction]) -> int:
 def main_loop(code: list[Instruction]) -> list[Instruction]:
     """The innermost loop that multiplies most, or else copies most.
 
-    Of equals one that copies while it multiplies, and of those the shortest.
+    Among equal loops it takes one that copies while it multiplies, and then the shortest.
     """
     tensor = any(one.base in TENSOR for one in code)
     kinds = TENSOR if tensor else {"FFMA", "FFMA2"} | COPIES
@@ -115,7 +115,7 @@ def main_loop(code: list[Instruction]) -> list[Instruction]:
 
     parts, following = blocks(code)
     loops = _loops(following)
-    # A loop around up to four is as busy as they are and a little more: what counts is inside.
+    # An outer loop around up to four loops does their work and little more, so it is left out.
     inner = [
         one
         for one in loops
@@ -141,7 +141,7 @@ def blocks(code: list[Instruction]) -> tuple[dict[int, list[Instruction]], dict[
     jump back as well, and ptxas leaves some loops by a guarded CALL that never returns.
     """
     places = {one.at for one in code}
-    meeting = defaultdict(list)  # BSYNC goes where a BSSY of its register said: to the nearest
+    meeting = defaultdict(list)  # BSYNC goes to the nearest place that a BSSY of its register names
     for one in code:
         if one.base == "BSSY" and (found := ADDRESS.search(one.operands)):
             meeting[one.operands.split(",")[0].strip()].append(int(found[1], 16))
@@ -230,8 +230,8 @@ def accesses(ptx: str) -> list[Access]:
     """Reads and writes of global memory, each traced back to the parameters it goes through.
 
     Page ids, lengths and scales are read next to K and V, in the same loop and with the same
-    instructions, so widths alone do not tell whose a narrow one is. Addresses do: what is loaded
-    ends a trace, so the address of a page leads to the pool's parameter and not to the table's.
+    instructions, so a width alone does not tell what is read. Addresses do: a trace ends at a
+    loaded value, so a page's address leads to the pool's parameter and not to the table's.
     """
     made_of: dict[str, set[str]] = defaultdict(set)
     found: list[tuple[str, int]] = []

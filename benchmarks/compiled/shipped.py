@@ -1,7 +1,7 @@
 """Every kernel configuration that is shipped, as the launchers compile it for an architecture.
 
-The tensors are small and on the CPU; under `absent_card` a launcher only compiles. What is reported
-is what a user's call compiles: the tuning tables are asked, not repeated.
+The tensors are small and on the CPU; under `absent_card` a launcher only compiles. It compiles what
+a user's call compiles, because it reads the tuning tables as always.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Heads(NamedTuple):
     dtype: torch.dtype = BF16
     k: Format = formats.DENSE
     v: Format = formats.DENSE
-    v_dim: int | None = None  # of pages of their own, if narrower than K's
+    v_dim: int | None = None  # V's, if it has pages of its own that are narrower than K's
     latent: int | None = None  # columns of K that V is a view of
 
     @property
@@ -55,7 +55,7 @@ class Heads(NamedTuple):
         return torch.zeros(tokens, self.num_heads, self.head_dim, dtype=self.dtype)
 
     def pages(self, layers: tuple[int, ...] = ()) -> tuple[Pages, Pages]:
-        """Two pages `[2, G, P, D]` of K and of V, and as many staging pages if half has any."""
+        """Two pages `[2, G, P, D]` of K and of V, and two staging pages if either has any."""
         shape = *layers, 2, self.num_kv_heads, self.page, self.head_dim
         staged = self.k.staged or self.v.staged
         staging = torch.zeros(shape, dtype=self.dtype) if staged else None
@@ -74,14 +74,14 @@ class Heads(NamedTuple):
         return Pages(format, words, scales, staging)
 
 
-# A term that is True has a number for each head, but a tree one for each query; a bias by distance
-# is said by how far it reaches.
+# True stands for a number for each head, or with a tree for each query; a bias by distance is given
+# by how far it reaches.
 ALL_TERMS: dict[str, Any] = {"window": 1024, "softcap": 30.0, "sinks": True}
 SLOPES: dict[str, Any] = {"alibi_slopes": True}
 BIASED: dict[str, Any] = {"distance_bias": 1024}
-TREE: dict[str, Any] = {"tree": True}  # which no layer with a window has
-MASS: dict[str, Any] = {"mass": True}  # no term of scores, but what is noted down of weights
-ACROSS: dict[str, Any] = {"causal": False}  # nor this
+TREE: dict[str, Any] = {"tree": True}  # no layer with a window has one
+MASS: dict[str, Any] = {"mass": True}  # no term of scores: the weights of attention are noted down
+ACROSS: dict[str, Any] = {"causal": False}  # no term of scores either
 LARGE_PAGES = Heads(page=64)
 GEMMA4, MIMO = Heads(32, 4, 512), Heads(64, 4, 192, v_dim=128)  # full layers of 31B, windows
 LATENT = Heads(128, 1, 576, latent=512)  # DeepSeek V3, absorbed
@@ -169,8 +169,8 @@ DELTA_RULE = {  # key heads, value heads, keys and values of a head, gates
     "256 x 256": (8, 8, 256, 256, ()),
 }
 
-# Bytes that a thread spills, by architecture. Latents on sm_90 take 0.86 of the time in tiles of 64
-# tokens all the same; the others spill outside of their loops.
+# Bytes that a thread spills, by architecture. On sm_90 latents take 0.86 of the time in tiles of 64
+# tokens although these spill in the loop; the others spill outside of their loops.
 SPILLS: dict[int, dict[str, int]] = {
     80: {"shared prefix latent": 24, "prefill D128 p16 biased": 96},
     86: {"shared prefix latent": 24, "prefill D128 p16 biased": 56},
@@ -193,9 +193,9 @@ SPILLS: dict[int, dict[str, int]] = {
         "prefill D128 p16 biased": 64,
     },
 }
-MEASURED = {name for name in SPILLS[90] if "latent" in name}  # to be the fastest all the same
+MEASURED = {name for name in SPILLS[90] if "latent" in name}  # as the fastest although they spill
 
-GLUON: dict[str, tuple[Heads, dict[str, Any], int]] = {  # and bytes that may spill at edges
+GLUON: dict[str, tuple[Heads, dict[str, Any], int]] = {  # bytes that may spill at edges
     "D64 p16": (Heads(head_dim=64), {}, 0),
     "D128 p16": (Heads(), {}, 32),
     "D128 p64": (LARGE_PAGES, {}, 16),
@@ -206,7 +206,7 @@ GLUON: dict[str, tuple[Heads, dict[str, Any], int]] = {  # and bytes that may sp
     "D256 p64 all terms": (Heads(8, 4, 256, page=64), ALL_TERMS, 40),
 }
 DECODE_NAMES = "gluon_decode", "gluon_decode_rest"
-GLUON_DECODE: dict[str, tuple[Heads, int, dict[str, Any], int]] = {  # the same
+GLUON_DECODE: dict[str, tuple[Heads, int, dict[str, Any], int]] = {  # with new tokens a row
     "D64 p16": (Heads(head_dim=64), 1, {}, 0),
     "D128 p16": (Heads(), 1, {}, 0),
     "D128 p64": (LARGE_PAGES, 1, {}, 0),
@@ -216,7 +216,7 @@ GLUON_DECODE: dict[str, tuple[Heads, int, dict[str, Any], int]] = {  # the same
     "D256 p16 all terms": (Heads(8, 1, 256), 1, ALL_TERMS, 64),
 }
 
-# Latents of Hopper's own decode, new tokens a row, and bytes that may spill at edges.
+# Hopper's own decode of latents: heads, new tokens a row, and bytes that may spill at edges.
 GLUON_LATENTS: dict[str, tuple[Heads, int, int]] = {
     "p16": (LATENT, 1, 32),
     "p64": (LATENT._replace(page=64), 1, 16),
@@ -224,7 +224,7 @@ GLUON_LATENTS: dict[str, tuple[Heads, int, int]] = {
     "p48 64 heads": (LATENT._replace(num_heads=64, page=48), 1, 32),
 }
 
-# What the first hour on a card needs, one of each kind: compiled by every version that is served.
+# Kernels that a first hour on a card needs, one of each kind; every supported Triton compiles them.
 CORE = {
     "decode D128 p16",
     "decode D128 p16 8 queries",
@@ -262,7 +262,7 @@ def shipped(arch: int) -> list[Shipped]:
             **_promise(arch, *case[:2]),
         )
         for name, case in DECODE.items()
-        if name != "latent p1 mass" or arch == 90  # whose tiles are the largest
+        if name != "latent p1 mass" or arch == 90  # its tiles are the largest
     ]
     found += [
         Shipped(
@@ -290,7 +290,7 @@ def shipped(arch: int) -> list[Shipped]:
             mma="hgmma",
             stack=stack,
             int64_args=(),
-            hidden=32 if heads.head_dim == 256 else 64,  # all of a tile's but for those of the sums
+            hidden=32 if heads.head_dim == 256 else 64,  # all of a tile but those that rescale sums
         )
         for name, (heads, terms, stack) in GLUON.items()
         if arch == 90
@@ -364,7 +364,7 @@ def _by(kernel: str, call: Callable[..., None], *args: Any) -> Callable[[], Any]
 
 
 def _tried(names: tuple[str, ...], call: Callable[..., None], *args: Any) -> None:
-    """A call with what is off until a card has shown it right."""
+    """Calls with kernels on that are off until a card has shown that they are right."""
     with trying(*names):
         call(*args)
 
@@ -376,10 +376,10 @@ def _rows(heads: Heads) -> int:
 
 
 def _promise(arch: int, heads: Heads, new: int) -> dict[str, Any]:
-    """Least buffers of K and V, and the kind of product: Hopper has its own from 64 rows on.
+    """Returns the least buffers of K and V, and the kind of product: Hopper's own from 64 rows on.
 
-    So has 10.x, but it is not to add up keys in several parts, whose tiles have fewer rows there.
-    Tiles of wide heads are 16 or 32 tokens, for which warps are too many; memory bounds most.
+    10.x has its own, too, but not for coded keys, which are added up in parts of fewer rows there.
+    Tiles of wide heads are 16 or 32 tokens, too few for all warps; memory bounds most of them.
     """
     full = heads.num_heads // heads.num_kv_heads * new >= 64
     if heads.dtype == FP32:

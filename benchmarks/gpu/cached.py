@@ -2,9 +2,9 @@
 
     python -m benchmarks.gpu.cached FILE
 
-What `benchmarks.kernel_report` compiles is compiled elsewhere, and may be by another ptxas. FILE
-gets a sentence for each kernel that `compiled/hazards.py` finds fault with or that was not looked
-at, last of all, so it also says that this is over.
+`benchmarks.kernel_report` compiles on another machine, perhaps with another ptxas. FILE gets a
+sentence for each kernel that has a fault (`compiled/hazards.py`) or could not be looked at. It is
+written last, so its presence also says that this is over.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ PRODUCTS = b"wgmma.mma_async"  # asynchronous ones
 
 
 def kernels(folder: Path) -> list[Path]:
-    """The binaries of ours with asynchronous products, as this Triton compiled them."""
+    """Lists our binaries with asynchronous products that this version of Triton compiled."""
     found = []
     for cubin in sorted(folder.glob("*/*.cubin")):
         facts = json.loads(cubin.with_suffix(".json").read_text())
@@ -69,7 +69,7 @@ def main(folder: Path, workers: int) -> list[str]:
 
 
 if __name__ == "__main__":
-    # By its module's name, which is what workers know it by.
+    # Imported by its module's name, under which workers find it.
     from benchmarks.gpu.cached import main as run
 
     told = ["binaries were not looked at: this did not end"]

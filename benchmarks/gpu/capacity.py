@@ -1,9 +1,9 @@
 """Fewer bytes on a card: what `benchmarks.gpu.run --grid capacity` measures.
 
-Decoding over pages of every format against bf16 pages ("ours"), over chosen pages against all of
-them, and steps whose attention is watched for a policy, through `paged_attention` as a model
-calls it. Everything is first held against attention over what the pages hold. FlashInfer's decoding
-over bf16 and fp8 pages of the same shape runs beside it, where it is installed.
+It times `paged_attention` as a model calls it: over pages of every format beside bf16 pages
+("ours"), over chosen pages beside all of them, and in steps that are watched for a policy. All
+results but those of chosen pages are first compared with attention over what the pages hold. If
+FlashInfer is installed, its decoding over bf16 and fp8 pages of the same shape runs as well.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def prepare(case: Case, variant: str) -> Ready:
             true.append(dense.attend_dense(row[None, None].double(), k, v, d**-0.5))
         return dense.error(out, torch.cat(true))
 
-    # Chosen pages leave something out on purpose: tests hold them against what was chosen.
+    # Chosen pages leave something out on purpose: tests compare them with what was chosen.
     chosen = cache.config.read_tokens is not None
     call = partial(paged_attention, q, k, v, step, 0)
     return Ready(call, None if chosen else check, cache._storage.nbytes)

@@ -1,6 +1,6 @@
-"""The kernels' checks of `tests/kernels/correctness.py` on a device, with nothing but torch.
+"""Runs the kernels' checks of `tests/kernels/correctness.py` on a device; they need only torch.
 
-A package that calls itself `tests` may be installed on a machine with a card: this one is meant.
+Another package `tests` may be installed on a machine with a card, so ours is given by its path.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from pagedkv.kernels.triton import proved  # noqa: E402
 from tests.kernels import tried  # noqa: E402
 from tests.kernels.correctness import PASSED, Case, cases, lost, outcome  # noqa: E402
 
-OURS = "ours"  # stands beside the names of `proved.py`, for all that is on
+OURS = "ours"  # beside the names of `proved.py`: stands for all kernels that are on
 LOSSES = 3  # cases of one name that may lose the device before its others are left out
 
 
 def cases_of(name: str, device: str) -> Iterator[Case]:
-    """The cases of all that is on, or of a name while it is on."""
+    """Yields the cases of all kernels that are on, or of a name of `proved.py` while it is on."""
     return cases(device) if name == OURS else tried.tried_cases(name, device)
 
 
 def check(name: str, device: str, results: Any, deadline: float) -> str | None:
-    """Runs the cases that are not in the results yet; what became of all, None out of time.
+    """Runs the cases that the results lack; returns what became of all, None if time ran out.
 
     Raises:
         RuntimeError: the device is lost.

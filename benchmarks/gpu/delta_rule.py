@@ -1,7 +1,7 @@
 """Decoding a layer of the gated delta rule on a card: its convolution, then the rule itself.
 
-Rows go from their slots to other ones; a step within a slot moves as many bytes. The yardstick is
-`copy`, which reads and writes what states have.
+Rows read one slot and write another; a step within one slot would move as many bytes. The yardstick
+is `copy`, which reads and writes as many bytes as the states have.
 """
 
 from __future__ import annotations

@@ -3,9 +3,9 @@
 A model of the shape of Llama 3 8B with random weights in bf16 answers prompts of 2,048 tokens in
 batches of 64, 16 and 1, new ones every time: through `BatchGenerator`, and through transformers'
 `generate` with its own cache, `generate_batch`, and `generate` with a static cache and compiled
-forwards. A decode step is what twice as many new tokens take longer; its share is the bytes of
-weights and cached tokens against the read stream of the card. Each figure is written to
-`DIR/generation.json` as it is there; needs transformers.
+forwards. The time of a decode step is how much longer twice as many new tokens take, a token; its
+share is the time of reading weights and cached tokens once, over the step's. Each figure is written
+to `DIR/generation.json` as soon as it is there; needs transformers.
 """
 
 from __future__ import annotations

@@ -164,7 +164,7 @@ def everything() -> list[Cell]:
 
 
 def one_of_each(cells: list[Cell]) -> list[Cell]:
-    """The first cell of each kind, latents being one; host times wait for a machine at rest."""
+    """The first cell of each kind, also of latents; host times wait for a machine at rest."""
     kinds: dict[Any, Cell] = {}
     for cell in cells:
         kinds.setdefault((cell.id.partition("/")[0], cell.latent > 0), cell)

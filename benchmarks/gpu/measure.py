@@ -1,8 +1,8 @@
-"""Measures cells in a process of its own: `run.py` starts it, and anew when it dies.
+"""Measures cells in a process of its own: `run.py` starts it, and starts another when it dies.
 
 Each implementation is compared with float64 on the cell's own inputs and timed only if it is right.
-After an illegal access nothing runs on the device any more in the same process: what was being
-tried is written down before it is tried, and the next process leaves it out.
+After an illegal access nothing runs on the device any more in the same process. So each attempt is
+written down before it begins, and the next process leaves out the one that was under way.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from . import ours
 
 Record = dict[str, Any]
 TOLERANCE = 1e-2  # relative error norm; bf16 lies between 1e-3 and this
-INPUTS = "inputs"  # what is tried before any implementation is
-TIMING = "timing"  # what is tried while all that is right takes turns
+INPUTS = "inputs"  # the attempt to make inputs, before any implementation
+TIMING = "timing"  # the attempt to time all right implementations in turns
 LEFT_OUT = "left out, because it failed before"
 
 
@@ -95,7 +95,7 @@ def measure_cell(
     """Every implementation of one cell.
 
     Args:
-        tries: told what is tried before it is.
+        tries: called with the name of each attempt before it begins.
         without: what must not be tried again: with `TIMING` in it no peer, with `INPUTS` nothing.
     """
     start = time.perf_counter()

@@ -3,9 +3,9 @@
     python -m benchmarks.gpu.precompile GRID SUBSTR FILE          what the cells launch
     python -m benchmarks.gpu.precompile GRID SUBSTR FILE checks   what the correctness cases launch
 
-Each is called once on the "meta" device, and noted down in place of being launched. Worker
-processes compile that list, and call SGLang's kernels likewise. FILE gets what went wrong, last of
-all, so it also says that this is over. Whatever does not compile fails again where it is called.
+Each call is made once on the "meta" device, which lists its kernels and launches none. Worker
+processes compile the list, and SGLang's kernels by calling them. FILE gets the errors; it is
+written last, so its presence says that this is over. A kernel that fails here fails again later.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from pagedkv.kernels.triton.card import absent_card
 from . import correctness, ours
 
 ARCH = 90  # where there is no device to ask
-PEERS = "peers"  # in place of a module: what fails of theirs is left out of the run by itself
+PEERS = "peers"  # in place of a module: peers that fail here are left out of the run later
 
 
 @contextmanager
@@ -52,12 +52,12 @@ def recording(arch: int) -> Iterator[launch.Launches]:
 
 
 def call(cell: Cell) -> None:
-    """Calls all of ours for a cell, without its data."""
+    """Calls all of our variants for a cell, without its data."""
     case = make_case(cell, "meta")
     if cell.kind == "capacity":
         return  # through a cache, which does not work without data
     if cell.kind == "append":
-        # Where tokens go is computed from data.
+        # The cell's own slots would be computed from data.
         slots = torch.empty(len(case.q), dtype=torch.int64, device="meta")
         write.write_kv(*case.fresh, case.k_pages, case.v_pages, slots)
         return
@@ -67,7 +67,7 @@ def call(cell: Cell) -> None:
 
 
 def case_calls(arch: int) -> Iterator[Callable[[], None]]:
-    """All correctness cases, and those of what is off, each while it is on."""
+    """Yields all correctness cases, and those of kernels that are off, with each of them on."""
     yield from (case.run for case in correctness.cases_of(correctness.OURS, "meta"))
     for name in proved.NAMES if arch == 90 else ():
         with proved.trying(name):
@@ -123,7 +123,7 @@ def compile_all(
 
 
 def main(cells: list[Cell], checks: bool = False, workers: int = 0) -> list[str]:
-    """Compiles for the device, or for Hopper where there is none; returns what failed of ours.
+    """Compiles for the device, or for Hopper without one; returns the errors of our kernels.
 
     Args:
         checks: compile for the correctness cases, not for the cells.
@@ -155,7 +155,7 @@ if __name__ == "__main__":
     from .grid import GRIDS
 
     name, substring, file, *checks = sys.argv[1:]
-    # By its module's name, which is what workers know it by.
+    # Imported by its module's name, under which workers find it.
     from benchmarks.gpu.precompile import main as run
 
     if checks:  # beside the process that measures, which keeps two cores

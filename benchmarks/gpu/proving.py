@@ -1,4 +1,4 @@
-"""Turns on what a card has shown to be right and not slower: see `kernels/triton/proved.py`."""
+"""Turns on kernels that a card has shown right and not slower: see `kernels/triton/proved.py`."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ KEPT = ("device", "torch", "triton", "commit", "date")
 
 
 def names_to_try() -> tuple[str, ...]:
-    """Returns what is off on this machine's card, and written for it: for Hopper."""
+    """Returns the names that are off on this machine's card; only Hopper has any."""
     if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
         return ()
     return tuple(name for name in proved.NAMES if not proved.is_on(name, 90))
 
 
 def prove(data: dict[str, Any], folder: Path) -> list[str]:
-    """Notes what passed its cases and took no longer than what it stands in for.
+    """Notes kernels that passed their cases and took no longer than those that they replace.
 
     Args:
-        data: of a results file, whose `tried` says what became of the cases.
+        data: the data of a results file; its `tried` says what became of the cases.
         folder: gets a copy of the file that is changed, `proved.FILE`.
 
     Returns:

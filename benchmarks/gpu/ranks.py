@@ -1,8 +1,8 @@
 """One model on several cards: `torchrun --nproc-per-node 2 -m benchmarks.gpu.ranks --out DIR`.
 
 A model of the shape of Llama 3 8B with random weights in bf16 decodes on the first card alone, then
-on all of them by tensor parallelism, in one run: milliseconds a step, and what part of one the two
-agreements of a step take. Written to `DIR/ranks.json`; needs transformers and 16 GB of disk.
+on all of them by tensor parallelism, in one run: milliseconds a step, and the share of a step that
+its two agreements take. Written to `DIR/ranks.json`; needs transformers and 16 GB of disk.
 `--tiny` tries the script out, on CPUs where there are no cards.
 """
 
@@ -51,7 +51,7 @@ def milliseconds_a_step(model: Any, rows: int, length: int) -> float:
 
 
 def agreements(model: Any, device: torch.device, rows: int) -> float:
-    """Milliseconds of what the ranks of one step tell one another."""
+    """Measures milliseconds of the two agreements that the ranks make in a step."""
     ranks, ids = ranks_of(model), torch.zeros(rows, dtype=torch.long, device=device)
 
     def both() -> None:
@@ -96,9 +96,9 @@ def main() -> None:
         asked.out.mkdir(parents=True, exist_ok=True)
         (asked.out / "ranks.json").write_text(json.dumps(found, indent=1))
         print(json.dumps(found, indent=1))
-    del model  # its weights hold the group: one that lives on when Python ends aborts the process
+    del model  # its weights hold the group, which would abort the process if it outlived Python
     gc.collect()
-    dist.barrier()  # who goes early takes the store of the others along
+    dist.barrier()  # a process that left early would take the others' store along
     dist.destroy_process_group()
 
 

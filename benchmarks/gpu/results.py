@@ -1,7 +1,7 @@
-"""The results file of a card: runs, cases and cells that are done, and what the device was lost by.
+"""The results file of a card: finished runs, cases and cells, and attempts that lost the device.
 
-It is replaced after everything that is done, so a run that is cut off, or one on another machine
-that the file was carried to, goes on where it stopped.
+The file is replaced after each of them. So a run that was cut off can go on where it stopped, also
+on another machine that the file was carried to.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Results:
 
     Attributes:
         data: as it is saved; `checks` holds what became of each case, by name of `proved.py` or
-            `correctness.OURS`; `tried` what became of a name.
+            `correctness.OURS`; `tried` says what became of each name.
     """
 
     def __init__(self, path: Path, resume: Path | None = None) -> None:
@@ -73,7 +73,7 @@ class Results:
         self.save()
 
     def done(self) -> None:
-        """Nothing is under way any more."""
+        """Notes that nothing is under way any more."""
         self.data["trying"] = None
         self.save()
 
@@ -87,7 +87,7 @@ class Results:
         self.done()
 
     def without(self, cell: str) -> set[str]:
-        """Returns what lost the device in this cell or in two others, or failed when tried."""
+        """Returns attempts that lost the device in this cell or twice, and ways that failed."""
         losses = self.data["losses"]
         here = [what for where, what in losses if where == cell]
         if here.count(measure.TIMING) > 1:  # it was not the peers

@@ -1,11 +1,11 @@
 """Runs a grid on one GPU: `python -m benchmarks.gpu.run --out DIR`.
 
-What a minute on a card buys most with comes first. The kernels of the cells are compiled, and one
-cell of each kind is measured (`measure.py`), with the ceilings of the device. The kernels of the
-correctness cases are compiled in the background meanwhile; once they are there the cases run, then
-those of what is off so far, and last the other cells. All of it happens in a process that is
-replaced when it loses the device or hangs, and that writes down in `DIR/cells.json` what it does:
-what is in there is not run again, and what failed stops nothing else. In the end the binaries that
+The most useful minutes on a card come first. The kernels of the cells are compiled; then the
+ceilings of the device and one cell of each kind are measured (`measure.py`). Meanwhile the kernels
+of the correctness cases are compiled in the background. Once they are there, the cases run, then
+the cases of kernels that are off so far, and last the other cells. All of it happens in a process
+that is replaced when it loses the device or hangs. It writes its results into `DIR/cells.json`:
+what is in there does not run again, and a failure stops nothing else. In the end the binaries that
 ran on Hopper are searched for faults of compilers (`cached.py`). Needs no git and no virtual
 environment.
 """
@@ -43,12 +43,12 @@ from .results import NOT_CHECKED, Record, Results
 
 MARGIN = 1.5  # a cell is begun if this many times the slowest so far still fits
 QUERY = "driver_version,clocks.sm,clocks.mem,clocks.max.sm,clocks.max.mem,power.limit"
-COMPILE_SECONDS = 240  # what is not compiled by then is compiled when it is called
+COMPILE_SECONDS = 240  # kernels that are not compiled by then are compiled when they are called
 LOSSES = 12  # processes that may die before the run gives up
-QUIET = 60  # seconds without a note in the results after which a process hangs
+QUIET = 60  # seconds without a note in the results after which a process counts as hung
 POLL = 0.2  # seconds
 OUT_OF_TIME = 3  # exit status of a process that stopped by itself
-KERNELS = "cells", "checks", "cache"  # of which something may be said, see `compiled`
+KERNELS = "cells", "checks", "cache"  # parts with a file of errors, see `compiled`
 
 
 def machine(device: torch.device, commit: str) -> Record:
@@ -78,7 +78,7 @@ def run_cells(
     deadline: float = math.inf,
     enough: Callable[[], bool] = lambda: False,
 ) -> bool:
-    """Measures what is not in the results yet; says whether it got through."""
+    """Measures the cells that the results lack; returns whether it got through."""
     slowest = 0.0
     for cell in cells:
         if cell.id in results.data["cells"]:
@@ -98,7 +98,7 @@ def run_cells(
 
 
 def run_checks(results: Results, device: str, deadline: float) -> bool:
-    """Checks all that is on, then each name that is not, even after failures. As `run_cells`."""
+    """Checks what is on, then each name that is off, even after failures; as `run_cells`."""
     for name in (correctness.OURS, *names_to_try()):
         state = correctness.check(name, device, results, deadline)
         if not state:
@@ -120,7 +120,7 @@ def work(options: argparse.Namespace, cells: list[Cell], results: Results) -> in
     deadline = begun + options.limit_seconds
     device = torch.device(options.device)
     run = results.data["runs"][-1]
-    if not run["machine"]:  # or a process died of the ceilings
+    if not run["machine"]:  # else it has ceilings, or a process died of measuring them
         run["machine"] = machine(device, options.commit)
         results.tries("", "ceilings")
         run["ceilings"] = ceilings(device)
@@ -150,7 +150,7 @@ def start(module: str, arguments: list[str], **options: bool) -> subprocess.Pope
 
 
 def child(module: str, arguments: list[str], seconds: float, notes: Path | None) -> int | None:
-    """The exit status of a process; None if it took too long, or was long without a note."""
+    """Returns a process's exit status; None if it took too long, or wrote no note for long."""
     process = start(module, arguments)
     end, since, last = time.monotonic() + seconds, time.monotonic(), None
     while (status := process.poll()) is None:
@@ -166,13 +166,13 @@ def child(module: str, arguments: list[str], seconds: float, notes: Path | None)
 
 
 def compiled(folder: Path, what: str) -> Path:
-    """Where it is said which kernels do not compile, of "cells" or "checks", or are not right."""
+    """The file of kernels of "cells" or "checks" that do not compile, or of faults in "cache"."""
     return folder / f"kernels-of-{what}.json"
 
 
 @contextmanager
 def compiling(options: argparse.Namespace) -> Iterator[None]:
-    """Kernels of the cells are there, and those of the checks are made meanwhile."""
+    """Compiles the kernels of the cells first, and those of the checks during the block."""
     files = [compiled(options.out, what) for what in KERNELS]
     for file in files:
         file.unlink(missing_ok=True)
@@ -196,7 +196,7 @@ def compiling(options: argparse.Namespace) -> Iterator[None]:
 
 
 def measure_in_turns(path: Path, arguments: list[str], limit: float) -> bool:
-    """Lets processes measure until one gets through; says whether one did."""
+    """Lets processes measure until one gets through; returns whether one did."""
     deadline = time.monotonic() + limit
     for _ in range(LOSSES):
         left = max(0.0, deadline - time.monotonic())

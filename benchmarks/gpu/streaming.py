@@ -5,8 +5,8 @@ with its layers in pinned host memory: how much of the link a pass uses, what a 
 whether memory stays within the plan, what batches gain, and transformers' own `device_map="auto"`
 under the same cap. Then a mixture of experts, read as tokens are routed to them and by whole
 layers: whether bits are the same, and which is sooner. Each part is written to
-`DIR/streaming.json` as it is done; needs transformers, accelerate and 16 GB of disk. With
-`--tiny --device cpu` the script is tried out.
+`DIR/streaming.json` as it is done; needs transformers, accelerate and 16 GB of disk.
+`--tiny --device cpu` tries the script out.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ PASSES = 5
 
 
 def write_checkpoint(shape: dict[str, Any], folder: Path, kind: str = "Llama") -> Path:
-    """A file for each layer, each with the first one's random weights: bytes are bytes."""
+    """Writes a file for each layer, all with the first one's random weights: only bytes matter."""
     from safetensors.torch import save_file
 
     config = getattr(transformers, f"{kind}Config")(**shape, dtype="bfloat16")
@@ -109,7 +109,7 @@ class Run:
         self.streamer = LayerStreamer.from_pretrained(folder, plan=self.plan, device=self.device)
 
     def tokens_a_second(self, rows: int, new: int) -> tuple[float, Any]:
-        """Decoding alone, by the difference of two lengths; and what streaming did meanwhile."""
+        """Tokens a second of decoding, by the difference of two lengths; and GB/s streamed."""
         options = {"do_sample": False}
         texts = prompts(rows, PROMPT, self.vocabulary)
         with BatchGenerator(self.streamer.model, plan=self.plan, verify_width=1) as batched:
@@ -131,14 +131,14 @@ class Run:
             return timed(self.device, one, 3)
 
     def peak(self) -> dict[str, float]:
-        """Bytes allocated at most, and planned without what is not torch's."""
+        """The most bytes that torch allocated, and the planned bytes without device context."""
         planned = sum(self.plan.device_bytes.values()) - self.plan.device_bytes["device context"]
         peak = torch.cuda.max_memory_allocated() if self.device.type == "cuda" else 0
         return {"peak": peak, "planned": planned, "share": peak / planned}
 
     def close(self) -> None:
         self.streamer.close()
-        del self.streamer  # with what was resident of its model
+        del self.streamer  # and its model's resident weights
         gc.collect()
         torch.cuda.empty_cache()
 
@@ -194,9 +194,9 @@ def measure(folder: Path, asked: argparse.Namespace, note: Callable[..., None]) 
 
 
 def mixture(folder: Path, asked: argparse.Namespace, note: Callable[..., None]) -> None:
-    """Tokens one by one, by whole layers and by experts; the second half of them is timed.
+    """Computes tokens one by one, by whole layers and by experts; the second half is timed.
 
-    Under one budget, with what streams in pinned host memory; then experts from their files.
+    Both have one budget, and stream from pinned host memory; then experts stream from their files.
     """
     device, logits, seconds = torch.device(asked.device), [], []
     tokens = torch.tensor(prompts(1, 2 * NEW, 500), device=device)

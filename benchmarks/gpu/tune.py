@@ -2,13 +2,13 @@
 
     python -m benchmarks.gpu.tune --head-dim 128 --dtype bfloat16 --page 16
 
-What spills or does not fit is dropped by looking at compiled code (`benchmarks/kernel_report.py`),
-which takes cores but no device: `--dry-run` stops there and works on any machine. The others are
-compared with float32 on every workload, then timed in turns. The best compilations are timed again
-with other splits. A score is the geometric mean over workloads of the time against the best one.
-
-The lines are to be reviewed and put into TUNING of `kernels/triton/decode_tuning.py` and
-`prefill.py` with the date and the card: nothing is tuned while a user waits.
+Configurations that spill or do not fit are dropped by their compiled code
+(`benchmarks/kernel_report.py`). This takes cores but no device: `--dry-run` stops there and works
+on any machine. The others are compared with float64 on every workload, then timed in turns. The
+best compilations are timed again with other splits. A score is the geometric mean over workloads of
+the time over the best time. The lines are to be reviewed and put into TUNING of
+`kernels/triton/decode_tuning.py` and `prefill.py` with the date and the card: nothing is tuned
+while a user waits.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Layer(NamedTuple):
 
 
 class Candidate(NamedTuple):
-    """A configuration; without blocks that fit beside each other it is out."""
+    """A configuration, and how many of its blocks fit beside each other; with 0 it is out."""
 
     change: Change
     blocks: int
@@ -108,7 +108,7 @@ def inspect(layer: Layer, rows: int | None, change: Change) -> Candidate:
             figures = analyse(made)
         except Exception as error:  # some do not even compile
             return Candidate(change, 0, f"{type(error).__name__}: {error}".splitlines()[0][:120])
-    # One buffer beside the one in use; how products are made is left to the clock.
+    # It needs one buffer beside the one in use; the clock judges how it makes products.
     promise = Shipped(wanted, lambda: made, 1, figures.mma, repeats=figures.repeats)
     wrong = problems(figures, promise, layer.arch)
     if wrong or not figures.blocks:
@@ -118,7 +118,7 @@ def inspect(layer: Layer, rows: int | None, change: Change) -> Candidate:
 
 
 def survivors(layer: Layer, rows: int | None, every: list[Change], workers: int) -> list[Candidate]:
-    """Returns candidates that the compiler makes well, and prints why not the others."""
+    """Returns the candidates that compile well, and prints why the others are out."""
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(min(workers, len(every)), spawn) as pool:
         found = list(pool.map(partial(inspect, layer, rows), every))
@@ -132,7 +132,7 @@ def text(change: Change) -> str:
 
 
 def score(times: list[dict[str, float]]) -> dict[str, float]:
-    """Returns how far from the best each configuration is that is right everywhere."""
+    """Returns the scores of configurations that are right in every workload, the best first."""
     names = set.intersection(*(set(one) for one in times))
     ratios = {name: [one[name] / min(one.values()) for one in times] for name in names}
     means = {name: math.exp(sum(map(math.log, r)) / len(r)) for name, r in ratios.items()}
@@ -173,7 +173,7 @@ def fastest(
 
 
 def tune_decode(layer: Layer, rows: int, good: list[Candidate], device: str) -> Change:
-    """First what is compiled, then how work is cut."""
+    """Tunes first what is compiled, then how work is cut."""
     cells = workloads(layer, rows)
     # As many programs as fit beside each other; each walks through its share of the work.
     fitting = [each.change | {"programs": each.blocks} for each in good]
@@ -193,7 +193,7 @@ def splits() -> list[Change]:
 
 
 def written(tuning: Any) -> str:
-    """A Tuning as it stands in a table: by position, without what is as usual."""
+    """Writes a Tuning as a table has it: by position, without defaults at the end."""
     values, usual = list(tuning), tuning._field_defaults
     while usual.get(tuning._fields[len(values) - 1]) == values[-1]:
         values.pop()
@@ -226,7 +226,7 @@ def tune(layer: Layer, asked: argparse.Namespace) -> list[str]:
                 good = survivors(layer, rows, changes(rows, asked), asked.jobs)
                 if good and not asked.dry_run:
                     entry = entry._replace(**tune_decode(layer, rows, good, asked.device))
-            print(f"rows {rows}: {written(entry)}")  # whatever may stop the rest
+            print(f"rows {rows}: {written(entry)}")  # now, because the rest may be stopped
             entries.append(written(entry))
         lines.append(line(layer, f"({', '.join(entries)})"))
     if asked.kernel != "decode":
@@ -281,7 +281,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    # By its module's name: what processes are sent is of benchmarks.gpu.tune everywhere.
+    # Imported by its module's name, so that processes know the classes of what they are sent.
     from benchmarks.gpu.tune import main as run
 
     sys.exit(run())

@@ -1,9 +1,9 @@
 """Where a card is waited for: `python3 -m benchmarks.gpu.waits --out DIR`.
 
 A model of a few layers with random weights generates in every way that has steps of its own:
-greedy, sampled, several samples of a prompt, coded pages, eviction. Of each it is told how often
-torch waited for the card, by line, and what a step takes longer than a greedy one. Written to
-`DIR/waits.json`; needs transformers. On a CPU, which nobody waits for, it shows that it runs.
+greedy, sampled, several samples of a prompt, coded pages, eviction. For each it says how often
+torch waited for the card, by line, and how much longer a step takes than a greedy one. Written to
+`DIR/waits.json`; needs transformers. On a CPU nothing waits, so there it shows only that it runs.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ CHOICES: dict[str, dict[str, Any]] = {
 
 
 def waits(run: Callable[[], object], device: torch.device) -> dict[str, int]:
-    """How often a call waited for the card, by line, most first."""
+    """Counts how often a call waited for the card, by line, most first."""
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         if device.type == "cuda":

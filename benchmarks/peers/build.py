@@ -4,8 +4,8 @@ Here: `python -m benchmarks.peers.build` downloads wheels into `.gpu/wheels` and
 FlashInfer's modules for Hopper into `.gpu/aot`. It needs nvcc 13, a C++ compiler and torch (a CPU
 build will do), no GPU; SGLang's Triton files go to `.gpu/sglang`. There:
 `python3 -m benchmarks.peers.build --install SITE` unpacks wheels and modules into a folder for
-PYTHONPATH. A module that FlashInfer finds beside its package it does not compile, so no minute of
-the GPU goes into nvcc. All of this is somebody else's code: carried, never committed.
+PYTHONPATH. FlashInfer does not compile a module that it finds beside its package, so no minute of
+the GPU goes into nvcc. All of this is other people's code: carried, never committed.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ WORK = Path(__file__).resolve().parents[2] / ".gpu"
 FLASHINFER = "flashinfer-python==0.5.3"
 # The modules are compiled against its headers, so both machines get this very version.
 TVM_FFI = "apache-tvm-ffi==0.1.15.post2"
-# What FlashInfer imports beyond what torch brings; tiny, and carrying them spares asking.
+# Tiny packages that FlashInfer imports and torch may not bring; carrying all spares asking.
 SMALL = ("nvidia-ml-py", "tabulate", "tqdm", "click", "einops", "packaging")
 # Only this machine's compile step needs them.
 HOST_ONLY = ("filelock", "ninja", "requests", "urllib3", "idna", "certifi", "charset-normalizer")
@@ -94,7 +94,7 @@ def unpack_sglang(folder: Path, wheels: Path) -> None:
 
 
 def make_host(host: Path) -> None:
-    """Installs these packages for this interpreter, and what compiling takes."""
+    """Installs the same packages for this interpreter, and those that compiling needs."""
     if not (host / "flashinfer").is_dir():
         names = (FLASHINFER, TVM_FFI, *SMALL, *HOST_ONLY, CURAND)
         pip("install", "--no-deps", f"--target={host}", *names)

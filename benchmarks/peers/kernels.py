@@ -1,9 +1,9 @@
 """Kernels of others that run beside ours, each behind one interface.
 
 `PEERS[name](case)` prepares whatever can be prepared ahead and returns a call without arguments
-that attends (or writes) and returns the output tensor. A peer that cannot run here, or not this
-case, raises `Missing` with the reason. Names that end in `+plan` include the host's planning, and
-so cannot be captured in a CUDA graph; the others plan ahead, which flatters the peer.
+that attends (or writes) and returns the output tensor. A peer that cannot run here, or cannot run
+this case, raises `Missing` with the reason. Names that end in `+plan` include the host's planning,
+and so cannot be captured in a CUDA graph; the others plan ahead, which flatters the peer.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ WORKSPACE = 256 << 20  # bytes of scratch FlashInfer splits rows into
 # Folder that holds sglang's `sglang/srt/layers/attention/triton_ops`.
 SGLANG = "PAGEDKV_SGLANG"
 BLOCK = 8192  # 32 KB of int32: 8 warps, eight 16-byte loads in flight for each thread
-TORCH_PAGE = 256  # tokens; what its FlashAttention divides by
+TORCH_PAGE = 256  # tokens; pages of torch's FlashAttention have multiples of it
 MAX_SPLITS = 64  # of a row in SGLang's decode; it ships with 8, which starves small batches
 
 
@@ -54,7 +54,7 @@ def flashinfer() -> Any:
     os.environ.setdefault("FLASHINFER_LOGGING_LEVEL", "warning")
     try:
         return importlib.import_module("flashinfer")
-    except Exception as error:  # of a library that does not fit, say
+    except Exception as error:  # of any kind, for example if a library does not fit
         raise Missing(f"flashinfer does not import: {error!r}") from error
 
 
@@ -95,7 +95,7 @@ def planned(plan: Callable[[], None], run: Call, with_plan: bool) -> Call:
 
 
 def flashinfer_attend(backend: str | None = None, with_plan: bool = False) -> Peer:
-    """Its prefill, of a backend; without one its decode."""
+    """FlashInfer's prefill by a backend; without a backend its decode."""
 
     def peer(case: Case) -> Call:
         (h, g, d), lib = case.cell.heads, flashinfer()
@@ -124,7 +124,7 @@ def flashinfer_attend(backend: str | None = None, with_plan: bool = False) -> Pe
 
 
 def flashinfer_mla(case: Case) -> Call:
-    """Its attention to latents, absorbed as ours is."""
+    """FlashInfer's attention to latents, absorbed as ours is."""
     (h, _, d), width, lib = case.cell.heads, case.cell.latent, flashinfer()
     starts, indices, _ = page_lists(case)
     wrapper = lib.mla.BatchMLAPagedAttentionWrapper(scratch(case), backend="fa3")
@@ -139,7 +139,7 @@ def flashinfer_mla(case: Case) -> Call:
 
 
 def flashinfer_fp8(case: Case) -> Ready:
-    """Its decoding over the same pages in fp8, held against what those say."""
+    """FlashInfer's decoding over the same pages in fp8, compared with attention over those."""
     coded = [x.to(torch.float8_e4m3fn) for x in (case.k_pages, case.v_pages)]
     k, v = (x.to(case.q.dtype) for x in coded)
     call = PEERS["flashinfer"](replace(case, k_pages=coded[0], v_pages=coded[1]))
@@ -213,7 +213,7 @@ def sglang(name: str) -> ModuleType:
 
 
 def sglang_slots(case: Case, lengths: list[int]) -> tuple[Tensor, Tensor]:
-    """Its page table: `indptr` and the slot of every token, for the first tokens of each row."""
+    """SGLang's page table: `indptr` and slots of the first tokens of each row."""
     device, size = case.q.device, case.cell.page_size
     inside = torch.arange(size, device=device)
     slots = [
@@ -225,7 +225,7 @@ def sglang_slots(case: Case, lengths: list[int]) -> tuple[Tensor, Tensor]:
 
 def sglang_attend(case: Case) -> Call:
     h, g, d = case.cell.heads
-    # It wants slots of `[G, D]`, so it works on a copy.
+    # SGLang wants slots of `[G, D]`, so it works on a copy.
     k, v = (x.transpose(1, 2).reshape(-1, g, d) for x in (case.k_pages, case.v_pages))
     out, device = case.output(), case.q.device
     if case.cell.decode:
@@ -263,7 +263,7 @@ def sglang_attend(case: Case) -> Call:
 
 
 def torch_varlen(case: Case) -> Call:
-    """Its own paged attention, which wants `[P, G, D]` in pages of 256: a copy, as for SGLang."""
+    """Torch's own paged attention, on a copy: it wants `[P, G, D]` in pages of 256."""
     cell, device = case.cell, case.q.device
     if device.type != "cuda":
         raise Missing("torch attends to pages on a GPU only")

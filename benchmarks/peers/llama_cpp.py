@@ -63,7 +63,7 @@ class LlamaJob:
     ) -> list[float]:
         """Log-probabilities of choices behind contexts that share their first `prefix` tokens.
 
-        A context after the other, its choices beside one another; row 0 has what they follow.
+        Contexts run one after another, each with its choices side by side; row 0 has the context.
         """
         self.lib.llama_memory_clear(self.memory, True)
         self._decode([(token, i, 0) for i, token in enumerate(contexts[0][:prefix])], [])
@@ -94,7 +94,7 @@ class LlamaJob:
         wanted: list[int],
         read: Callable[[int, np.ndarray], Any] = lambda _, logits: logits.argmax(),
     ) -> list[Any]:
-        """Runs (token, position, row) entries; what is read of the logits of those wanted."""
+        """Runs (token, position, row) entries; returns what `read` makes of the wanted logits."""
         found, asked = {}, set(wanted)
         for start in range(0, len(entries), BATCH):
             part = entries[start : start + BATCH]

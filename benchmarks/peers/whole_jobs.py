@@ -1,7 +1,7 @@
 """Whole jobs done by other programs on a processor, as far as they are installed.
 
-Each has the same prompts and as many threads, and computes every prompt anew in each round. How
-they are installed is in docs/benchmarks.md.
+Each has the same prompts and as many threads, and computes every prompt anew in each round.
+docs/benchmarks.md says how to install them.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ class Job:
 
 @contextmanager
 def peers(model: Any, job: Job, folder: Path, precision: str) -> Iterator[dict[str, Way]]:
-    """Ways to do a job whose prompts are not padded, "f32" or "bf16".
+    """Yields ways to do a job whose prompts are not padded, in "f32" or "bf16".
 
     Args:
-        model: whose weights they read, `rounded`.
-        folder: for files of them.
+        model: the `rounded` model whose weights they read.
+        folder: gets files of these weights.
     """
     rows, threads = len(job.prompts), torch.get_num_threads()
     longest = job.prompts.shape[1] + job.new
