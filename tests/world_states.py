@@ -36,11 +36,11 @@ class StateBooks:
         storage, slots = self.cache._states, self.cache._tables.states
         inner = storage.write
 
-        def write(layer: int, targets: Any, values: Any, donate: bool = False) -> None:
+        def write(layer: int, targets: Any, *others: Any) -> None:
             assert len(set(targets.tolist())) == len(targets), "two rows write one slot"
             assert (slots.pool.refcount[targets] == 1).all(), "a shared slot was written"
             assert not slots.pool.findable[targets].any(), "a checkpoint was written"
-            inner(layer, targets, values, donate)
+            inner(layer, targets, *others)
 
         storage.write = write
 
