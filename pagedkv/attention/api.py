@@ -20,6 +20,7 @@ from .backend import backend_of
 from .call import Call
 from .checks import check_kv, checked, require_tensor
 from .chosen import chosen_of
+from .narrowed import among_all
 from .observe import observe
 
 
@@ -260,7 +261,7 @@ def attend_again(
     step.require_open()
     if layer not in step.wrote:
         raise ValueError(f"layer: expected one that has written in this step, got {layer!r}")
-    step = step.at(layer)
+    whole = step = step.at(layer)
     step = step if num_queries is None else step.narrowed(num_queries)
     terms = _terms(q, scale, softcap, sinks, alibi_slopes, distance_bias)
     call = Call(q, None, None, step, layer, terms)
@@ -268,13 +269,14 @@ def attend_again(
         if num_queries is not None:
             raise ValueError("num_queries: expected None beside indices")
         return _attend_chosen(call, indices)[0]
-    call = checked(call)
+    call, places = among_all(checked(call), whole)
     if step.config.groups[call.group].chunked:
         call = _in_chunks(call)
     backend = backend_of(step)
     plan = backend.plan(call)
     backend.check(call, plan)
-    return backend.attend(call, plan)[0]
+    out = backend.attend(call, plan)[0]
+    return out if places is None else out[places]
 
 
 def _attend(call: Call, whole: StepMetadata) -> tuple[Tensor, Tensor]:

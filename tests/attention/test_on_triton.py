@@ -87,6 +87,30 @@ def test_what_is_refused_was_not_written(case, before):
     cache.check()
 
 
+@pytest.mark.parametrize(
+    ("fields", "backend"),
+    [
+        *(({"read_tokens": 16}, backend) for backend in ("torch", "c", "triton")),
+        ({"kv_format": "int4", "head_dim": 32, "page_size": 16}, "triton"),
+    ],
+    ids=str,
+)
+def test_the_last_queries_see_what_they_see_among_all(fields, backend):
+    """A staging page in front of coded ones, and pages without bounds, that fill in this step."""
+    sizes = {"head_dim": 16, "page_size": 4, **fields}
+    config = CacheConfig(1, G, dtype="float32", max_tokens=512, max_sequences=4, **sizes)
+    cache = PagedKVCache(config, device="cpu", backend=backend, debug=True)
+    seqs, last = [cache.add() for _ in range(3)], [1, 0, 10]
+    for new in ([20, 45, 10], [39, 1, 50]):
+        with cache.step(seqs, num_new=new) as step:
+            q, k, v = (torch.randn(sum(new), n, config.head_dim) for n in (4, G, G))
+            out = paged_attention(q, k, v, step, 0)
+            ends = [x[len(x) - n :] for x, n in zip(q.split(new), last)]
+            again = attend_again(torch.cat(ends), step, 0, num_queries=last)
+            expected = torch.cat([x[len(x) - n :] for x, n in zip(out.split(new), last)])
+            torch.testing.assert_close(again, expected, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("last", [None, [1, 5], [3, 1]])
 def test_both_backends_attend_again_alike(last):
     found = []
