@@ -1,14 +1,14 @@
 /* Attention over pages where they are: the twin of `paged_attention` of the other kernels.
 
-   A task is a tile of query rows of one KV head, rows being pairs of a query and one of the head's
-   query heads, over a part of a sequence's tokens. Blocks of tokens are decoded into floats and
-   attended with a running maximum and sum. Tiles of few rows have tokens and then head dims in the
-   lanes of a vector; tiles of many have rows there.
+   A query row is a pair of a query and a query head. A task is a tile of query rows of one KV head,
+   over a part of a sequence's tokens. It decodes blocks of tokens into floats and attends to them
+   with a running maximum and sum. In tiles of few rows the lanes of a vector are tokens, and then
+   head dims; in tiles of many rows they are rows.
 
-   What a query row computes depends on itself and the tokens that it sees, to the bit: neither on
-   other rows nor on the cut into tiles. Blocks and parts begin where they do in the text, parts are
-   joined from the first to the last, and tokens that a row does not see add zeros. Tokens that no
-   query of a tile sees are not read. Vectors are those of GCC and clang, in plain C. */
+   The bits of a query row depend only on the row and the tokens that it sees, not on other rows or
+   the cut into tiles. Blocks and parts begin at fixed places of the text, parts are joined from the
+   first to the last, and tokens that a row does not see add zeros. Tokens that no query of a tile
+   sees are not read. Vectors are those of GCC and clang, in plain C. */
 
 #include <math.h>
 #include <stdlib.h>
@@ -24,7 +24,7 @@ typedef struct {
     int64_t data_page, data_head, data_slot;
     int64_t scales_page, scales_head;
     int64_t staging_page, staging_head, staging_slot;
-    int64_t count; /* of coded pages: staging pages have the ids that follow */
+    int64_t count; /* of coded pages; ids of staging pages follow theirs */
     int64_t dim;
     int32_t format, type;
 } Pages;
@@ -51,7 +51,7 @@ typedef struct {
     int64_t row, group, first, count; /* query rows first .. first + count of a sequence */
     int64_t begin, end;               /* tokens, or slots of the pages chosen */
     int64_t part, parts;
-    float *partial; /* beside those of the other parts; null for an only task */
+    float *partial; /* its results, beside those of other parts; null if there is one part */
 } Task;
 
 /* ------------------------------------------------------------------ elements */
@@ -59,9 +59,9 @@ typedef struct {
 INLINE float as_float(uint32_t bits) { float x; memcpy(&x, &bits, 4); return x; }
 INLINE uint32_t as_bits(float x) { uint32_t bits; memcpy(&bits, &x, 4); return bits; }
 
-/* A float of the bits of a narrower one: they stand where its own do, but for the bias of exponents.
+/* Makes a float from the bits of a narrower one: all are in place except the bias of exponents.
 
-   No float on the way is subnormal, because a process may treat those as zeros. */
+   No intermediate float is subnormal, because a process may treat subnormals as zeros. */
 INLINE float widen(uint32_t rest, uint32_t sign, uint32_t bias, uint32_t least_special) {
     float subnormal = as_float(rest + ((bias + 1) << 23)) - as_float((bias + 1) << 23);
     uint32_t bits = rest < 0x00800000u ? as_bits(subnormal) : rest + (bias << 23);
@@ -82,7 +82,7 @@ INLINE uint16_t to_bfloat(float x) {
     return (uint16_t)((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
 }
 
-/* To the nearest half, to the even one of two. */
+/* Rounds to the nearest half, ties to even. */
 INLINE uint16_t to_half(float x) {
     uint32_t bits = as_bits(x), sign = bits >> 16 & 0x8000;
     bits &= 0x7fffffff;
@@ -119,7 +119,7 @@ INLINE void row_of_halves(const uint16_t *restrict from, float *restrict out, in
     for (; i < dim; i++) out[i] = from_half(from[i]);
 }
 
-/* Each decodes `count` tokens of one page into rows of `width` floats. */
+/* These functions decode `count` tokens of one page into rows of `width` floats. */
 #define FOR_TOKENS for (int64_t t = 0; t < count; t++, out += width, from += step)
 
 static void read_dense(const void *data, int64_t at, int64_t step, int64_t dim, int type,
@@ -184,14 +184,14 @@ static void read_page(const Pages *x, int64_t page, int64_t head, int64_t slot, 
         read_coded(x, page, head, slot, count, out, width);
 }
 
-/* The column of a row's table in which the n-th page is that a task reads. */
+/* Returns the table column of the n-th page that a task reads. */
 INLINE int64_t column_of(const Call *call, const Task *task, int64_t n) {
     if (!call->chosen) return n;
     const int32_t *chosen = call->chosen + (task->row * call->groups + task->group) * call->read;
-    return chosen[0] < 0 ? n : chosen[n]; /* below 0: a row that reads all */
+    return chosen[0] < 0 ? n : chosen[n]; /* below 0: the row reads all */
 }
 
-/* Decodes tokens begin .. begin + count of a task, and says where in the text they are. */
+/* Decodes tokens begin .. begin + count of a task, and writes their places in the text. */
 static void read_block(const Call *call, const Pages *x, const Task *task, int64_t begin, int64_t count,
                        int64_t last, float *out, int64_t width, int32_t *places) {
     const int64_t size = call->page_size;
@@ -223,11 +223,11 @@ INLINE float sum(vf x) {
     return parts[0];
 }
 
-/* e^x to 2e-7 of it; 0 below -87, where float32 has no normal numbers left. */
+/* e^x with a relative error of 2e-7; 0 below -87, where float32 has no normal numbers. */
 INLINE vf exponential(vf x) {
     vi small = x < all(-87.0f);
     x = choose(small, all(-87.0f), choose(x > all(88.0f), all(88.0f), x));
-    const float magic = 12582912.0f; /* 1.5 * 2^23: what is added to it is rounded */
+    const float magic = 12582912.0f; /* 1.5 * 2^23: adding it rounds to an integer */
     vf n = fused(x, all(1.44269504f), all(magic)) - magic;
     vf r = fused(n, all(2.12194440e-4f), fused(n, all(-0.693359375f), x));
     vf p = all(1.9875691500e-4f);
@@ -241,7 +241,7 @@ INLINE vf exponential(vf x) {
     return choose(small, all(0.0f), p * (vf)e);
 }
 
-INLINE vf tangent(vf x) { /* tanh; near 0 by a polynomial, where 1 - small would lose digits */
+INLINE vf tangent(vf x) { /* tanh; a polynomial near 0, where the other formula loses digits */
     vf z = x * x, p = all(-5.70498872745e-3f);
     p = fused(p, z, all(2.06390887954e-2f));
     p = fused(p, z, all(-5.37397155531e-2f));
@@ -251,7 +251,7 @@ INLINE vf tangent(vf x) { /* tanh; near 0 by a polynomial, where 1 - small would
     return choose((x < all(0.625f)) & (x > all(-0.625f)), fused(p * z, x, x), far);
 }
 
-/* Products are scaled, not queries: these could become infinite, and their sums no numbers. */
+/* Products are scaled, not queries: a scaled query could become infinite, and its sums NaN. */
 INLINE vf scored(const Call *call, vf product) {
     vf score = product * call->scale;
     return call->softcap ? call->softcap * tangent(score / call->softcap) : score;
@@ -266,27 +266,27 @@ INLINE int64_t last_of(const Call *call, int64_t row, int64_t query) {
 
 /* ------------------------------------------------------------------ parts and results */
 
-/* Writes one query row's result, of the sum of its weights, their maximum and what they weigh. */
+/* Writes one query row's result from its maximum score, sum of weights and weighted values. */
 static void finish(const Call *call, const Task *task, const int64_t *starts, int64_t i, float most,
                    float total, const float *weighed, int64_t stride) {
     int64_t ratio = call->heads / call->groups, row = task->first + i, head = task->group * ratio + row % ratio;
-    int sees = last_of(call, task->row, row / ratio) >= 0; /* itself, if nothing else */
+    int sees = last_of(call, task->row, row / ratio) >= 0; /* at least itself */
     float factor = 1.0f, lse;
     if (call->sinks) {
         float sink = call->sinks[head], level = most > sink ? most : sink;
         factor = total ? expf(most - level) : 0.0f;
-        /* An infinite one takes all: its distance from itself is no number. None counts as nothing. */
+        /* inf - inf is NaN: an infinite sink takes all, one of -inf without tokens adds 0. */
         total = total * factor + (sink == INFINITY ? 1.0f : total || sink != -INFINITY ? expf(sink - level) : 0.0f);
         most = level;
     }
     lse = total ? most + logf(total) : -INFINITY;
-    if (sees) factor /= total; /* NaN where a weight is no number, or every score minus infinity */
+    if (sees) factor /= total; /* NaN if a weight is NaN, or every score minus infinity */
     int64_t at = (starts[task->row] + row / ratio) * call->heads + head, dim = call->v.dim;
     if (call->lse) call->lse[at] = lse;
     for (int64_t i = 0; i < dim; i++) put(call->out, at * dim + i, call->type, weighed[i * stride] * factor);
 }
 
-/* Two parts as one, in lanes of rows or of head dims: that of the lower maximum is weighed down. */
+/* Joins two parts, in lanes of rows or head dims; scales the part with the lower maximum down. */
 INLINE vf joined(vf one, vf other, vf most, vf other_most) {
     vi rises = other_most > most;
     vf least = choose(rises, most, other_most), level = choose(rises, other_most, most);
@@ -294,7 +294,7 @@ INLINE vf joined(vf one, vf other, vf most, vf other_most) {
     return choose(rises, fused(one, by, other), fused(other, by, one));
 }
 
-/* Joins a part of some rows with what is held of the parts before. */
+/* Joins a part of some rows with the held sums of earlier parts. */
 static void join(const Scratch *s, int64_t count, int in_lanes) {
     const int64_t lanes = in_lanes ? LANES : 1;
     for (int64_t i = 0; i < count; i += lanes) {
@@ -312,7 +312,7 @@ static void join(const Scratch *s, int64_t count, int in_lanes) {
     }
 }
 
-/* Writes a tile's results, or those of a part for `merge`: rows, their maxima, their sums. */
+/* Writes a tile's results, or a part's for `merge`: weighted values, maxima and sums of rows. */
 static void end_task(const Call *call, const Task *task, const int64_t *starts, const Scratch *s,
                      const float *most, const float *total, const float *weighed, int in_lanes) {
     int64_t by_row = in_lanes ? 1 : s->v_width, by_dim = in_lanes ? MANY : 1, width = s->v_width;
@@ -326,7 +326,7 @@ static void end_task(const Call *call, const Task *task, const int64_t *starts, 
     memcpy(task->partial + task->count * (width + 1), total, 4 * task->count);
 }
 
-/* Joins what the parts of a tile have left, in the place of the first, and finishes its rows. */
+/* Joins the results of a tile's parts, in place of the first part's, and finishes its rows. */
 static void merge(const Call *call, const Task *task, const int64_t *starts, Scratch s) {
     int64_t count = task->count, width = s.v_width;
     s.held = task->partial, s.held_most = s.held + count * width, s.held_total = s.held_most + count;

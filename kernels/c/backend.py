@@ -1,8 +1,8 @@
 """The C backend: attention over pages where they are, on a processor.
 
-The twin of `paged_attention` of the other kernels; `attend.c` says how. Coded pages are written in
-C as well; everything else that a backend does, the torch one does. Bytes moved per decode step and
-layer: K and V of every visible token, once.
+The twin of the other kernels' `paged_attention`; `attend.c` explains how. C writes coded pages as
+well; the torch backend does everything else. Bytes moved per decode step and layer: K and V of
+every visible token, once.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ __all__ = [
 
 
 def serves(*pages: Tensor | Pages) -> bool:
-    """Whether the library knows the formats of pages; torch reads any that is described."""
+    """Whether the library knows the formats of pages; torch reads every format."""
     return all(isinstance(one, Tensor) or one.format in FORMATS for one in pages)
 
 
@@ -89,14 +89,14 @@ def paged_attention(
         q: `[T, H, D]`.
         page_table: `[B, columns]` int32.
         num_new, kv_lens: `[B]` int64, new tokens of each row, and its length with them.
-        chosen: `[B, G, count]` int32, columns that the only query of a row reads, in ascending
-            order; -1 in front for a row that reads all.
-        causal: if not, every query sees all tokens of its row; without a window, or chosen pages.
-        out, lse: where the results go, contiguous; made unless given.
+        chosen: `[B, G, count]` int32, columns that the only query of a row reads, ascending; -1 in
+            the first place if the row reads all.
+        causal: if not, every query sees all tokens of its row; without a window or chosen pages.
+        out, lse: contiguous buffers for the results; made unless given.
 
     Returns:
         `[T, H, D]` in the dtype of `q`, D that of V, and the log-sum-exp `[T, H]`, empty unless
-        asked for.
+        the caller asks for it.
     """
     if out is None:
         out = q.new_empty(*q.shape[:2], Pages.of(v_pages).head_dim)
@@ -120,7 +120,7 @@ def call_of(
     chosen: Tensor | None = None,
     causal: bool = True,
 ) -> Call:
-    """Describes a call to C, with all that it reads."""
+    """Describes a call to C; the result keeps alive all that C reads."""
     k, v = map(Pages.of, pages)
     q = side_by_side(q)
     page_table = page_table if page_table.is_contiguous() else page_table.contiguous()
@@ -139,5 +139,5 @@ def call_of(
         *(*by_distance, scoring.scale, scoring.softcap or 0.0),
         *(TYPES[q.dtype], is_view_of_k(*pages), torch.get_num_threads(), causal),
     )
-    call.kept = tensors, num_new, kv_lens  # as long as C may read them
+    call.kept = tensors, num_new, kv_lens  # kept alive, because C reads them
     return call

@@ -1,7 +1,7 @@
 """A layer's call, described to C once a step for all layers of its kind.
 
-The first of them is described in full, and later ones by the addresses in which they differ. A call
-whose tensors are not laid out as the first one's were is not served here. Pages are dense.
+The first layer's call is described in full; for later layers only addresses change. A call whose
+tensors have another layout than the first one's is not served here. Pages are dense.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ class Bound:
     """The call of a kind of layers in one step.
 
     Args:
-        new: of the first layer, as `binds` asks for; and `pages` its own.
-        slots: of the new tokens.
+        new, pages: the first layer's; `new` as `binds` requires.
+        slots: slots of the new tokens.
         rows: the page table, new tokens of each row, and its length.
-        scoring: its terms, checked, without tensors.
+        scoring: the checked terms of its scores, without tensors.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class Bound:
         self._v_is_k = bool(self._call.v_is_k)
         halves = ((k, pages[0]), (v, pages[1]))[: 1 if self._v_is_k else 2]
         described = [of_step(x, Pages.of(into), None, slots, whole=False) for x, into in halves]
-        # What layers have in common stays; the first one's q, k and v end with their layer.
+        # Keeps the tensors that layers share; the first layer's q, k and v may be freed.
         tensors, *host = self._call.kept
         self._call.kept = tensors[3:], host
         self._kept, count = [write.kept[1:] for write in described], len(described)
@@ -63,12 +63,12 @@ class Bound:
         """Writes and attends, without a log-sum-exp.
 
         Args:
-            pages: of a layer of the same group, which differ from the first one's in where they
-                lie and in nothing else.
+            pages: pages of a layer of the same group; only their addresses may differ from the
+                first layer's.
             scoring: the caller's terms.
 
         Returns:
-            The output; None if nothing was done, because the call has to go the ordinary way.
+            The output; None if nothing was done and the call has to go the ordinary way.
         """
         mine, call = self._scoring, self._call
         same = scoring.scale.__class__ is float and scoring.scale == mine.scale
@@ -81,12 +81,12 @@ class Bound:
             return None
         addresses = [x.data_ptr() for x in new]
         if not all(addresses):
-            return None  # tensors without memory, which are refused
+            return None  # the ordinary way refuses tensors without memory
         if self._v_is_k and addresses[1] != addresses[2]:
             return None
         into = [x.data_ptr() for x in pages]
         if any(0 <= x - at < size for x, at, size in zip(addresses[1:], into, self._bytes)):
-            return None  # a view of the pages, which torch refuses
+            return None  # torch refuses views of the pages
         out = torch.empty(self._shape, dtype=self._dtype, device=new[0].device)
         call.q, call.out = addresses[0], out.data_ptr()
         for half, address in zip(self._pages, into):

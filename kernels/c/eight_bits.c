@@ -1,21 +1,21 @@
 /* Products of rows of floats with a matrix of 8 bits a weight; `eight_bits.py` packs it.
 
    A group is 32 inputs. Weights and rows are integers up to 127 within a group, times a scale of the
-   group. A code of a weight is its integer + 128, as `vpdpbusd` wants it; the sum of a group begins at
-   -128 times the sum of the row's integers, so this costs nothing. Sums of a group are exact, and
-   groups are added in their order, whatever the tile and the thread. Rows are rounded once in a call,
-   each by itself.
+   group. A weight's code is its integer + 128, as `vpdpbusd` needs unsigned codes. The sum of a
+   group begins at -128 times the sum of the row's integers, so this costs nothing. Sums of a group
+   are exact, and groups are added in their order in every tile and thread. Each row is rounded by
+   itself, once in a call.
 
-   Without that instruction products of 16 bits are quicker (docs/kernels.md), so there is nothing here. */
+   Without this instruction products of 16 bits are faster (docs/kernels.md): this file is empty. */
 
 #include "vectors.h"
 #include <math.h>
 
 #ifdef __AVX512VNNI__
 
-enum { TILE = 8 }; /* rows whose sums fit into the registers, a vector for a group and one for all */
-enum { GROUP = 32, AHEAD = 8192 }; /* bytes of weights that are asked for before they are due */
-/* Of a panel of LANES outputs: halves of their scales, then [GROUP / 4][LANES][4] codes. */
+enum { TILE = 8 }; /* rows whose sums fit into registers: a vector for a group and one for all */
+enum { GROUP = 32, AHEAD = 8192 }; /* weights are prefetched so many bytes ahead */
+/* A group of a panel of LANES outputs: scales as halves, then [GROUP / 4][LANES][4] codes. */
 enum { BLOCK = 2 * LANES + GROUP * LANES };
 
 typedef struct {
@@ -35,13 +35,13 @@ typedef struct {
 
 /* ------------------------------------------------------------------ rows */
 
-/* A group with a number that is none becomes none; one of numbers below 2^-80 is 0. */
+/* A group with NaN or infinity becomes NaN; a group of numbers below 2^-80 becomes 0. */
 static void round_group(const float *x, Group *into) {
     typedef int8_t Codes __attribute__((vector_size(LANES)));
     vi most = {0}, sums = {0};
     for (int i = 0; i < GROUP; i += LANES) {
         vi size = *(const viu *)(x + i) & 0x7fffffff, is_more = size > most;
-        most = (is_more & size) | (~is_more & most); /* bits of floats are ordered as they are */
+        most = (is_more & size) | (~is_more & most); /* bits have the order of the floats */
     }
     int32_t bits = _mm512_reduce_max_epi32((__m512i)most);
     float top, by = 0.0f;
@@ -65,7 +65,7 @@ static void round_group(const float *x, Group *into) {
 
 /* ------------------------------------------------------------------ products */
 
-/* `count` rows, a constant of each place that calls it, by a panel of which `width` outputs are there. */
+/* Multiplies `count` rows, a constant at each call, with a panel that has `width` outputs. */
 INLINE void tile(const Product *by, const char *at, int64_t row, int count, int64_t output, int64_t width) {
     const int64_t groups = by->inputs / GROUP;
     const Group *x = by->groups + row * groups;
@@ -102,7 +102,7 @@ static void panel(const Product *by, int64_t index) {
     for (int64_t row = 0, count; row < by->rows; row += count) {
         int64_t left = by->rows - row;
         count = left >= TILE ? TILE : left >= 4 ? 4 : left >= 2 ? 2 : 1;
-        switch (count) { /* of few sizes, because each is compiled on its own */
+        switch (count) { /* few sizes, because each is compiled separately */
             case TILE: tile(by, at, row, TILE, output, width); break;
             case 4: tile(by, at, row, 4, output, width); break;
             case 2: tile(by, at, row, 2, output, width); break;

@@ -1,7 +1,7 @@
-"""Products with a matrix of 8 bits a weight: half the bytes of 16, which few rows wait for.
+"""Products with a matrix of 8 bits a weight: with few rows, reading half the bytes saves time.
 
-Weights and rows are rounded: to integers up to 127, times a scale for each group of 32 inputs,
-of a weight in half precision. `eight_bits.c` multiplies; a row's bits depend on that row alone.
+Weights and rows are rounded to integers up to 127, times a scale for each group of 32 inputs;
+scales of weights are halves. `eight_bits.c` multiplies; a row's bits depend on that row alone.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Eight:
     """A matrix `[outputs, inputs]` of 8 bits a weight.
 
     Attributes:
-        panels: `[panels, groups, bytes]`; a panel is as many outputs as a vector has lanes.
+        panels: `[panels, groups, bytes]`; a panel has as many outputs as a vector has lanes.
     """
 
     def __init__(self, panels: Tensor, shape: torch.Size) -> None:
@@ -35,7 +35,7 @@ class Eight:
 
 @cache
 def why_not(dtype: torch.dtype) -> str | None:
-    """Why no matrix of a dtype can have 8 bits a weight here; None where some can."""
+    """Says why no matrix of a dtype can have 8 bits a weight here; None if some can."""
     if dtype != torch.float32:
         return f"expected float32, got {str(dtype).removeprefix('torch.')}"
     if missing():
@@ -54,7 +54,7 @@ def holds(weight: Tensor) -> bool:
 
 @torch.no_grad()
 def pack(weight: Tensor) -> Eight:
-    """`[outputs, inputs]`, which it `holds`, in panels: a panel's scales, then its codes."""
+    """Packs `[outputs, inputs]`, for which `holds` is true, in panels: scales, then codes."""
     weight = weight.detach()
     (outputs, inputs), width = weight.shape, library().eight_bit_width()
     count, groups = -(-outputs // width), inputs // GROUP
@@ -71,7 +71,7 @@ def pack(weight: Tensor) -> Eight:
 
 
 def product(x: Tensor, packed: Eight, bias: Tensor | None) -> Tensor:
-    """About `functional.linear` of `[..., inputs]` with a packed matrix; it has no gradient."""
+    """Approximates `functional.linear` of `[..., inputs]` with a packed matrix; no gradient."""
     x, (outputs, inputs) = x.contiguous(), packed.shape
     bias = None if bias is None else bias.contiguous()
     out = x.new_empty(*x.shape[:-1], outputs)
@@ -85,7 +85,7 @@ def product(x: Tensor, packed: Eight, bias: Tensor | None) -> Tensor:
 
 
 def _parts(weight: Tensor, panels: Tensor, width: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Some rows of a matrix, padded to whole panels of `width` rows, and their panels."""
+    """Yields rows of a matrix, padded to whole panels of `width` rows, and their panels."""
     count = max(1, AT_ONCE // (width * weight.shape[1]))
     for first in range(0, len(panels), count):
         into = panels[first : first + count]

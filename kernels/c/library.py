@@ -1,10 +1,10 @@
-"""The library that the C files become: compiled at its first use, and kept for the next process.
+"""The library of the C files: compiled at its first use, and kept for the next process.
 
-It is compiled for the processor at hand, by `CC`, `cc`, `gcc` or `clang`, and lies in a folder of
-the user's caches under a name that the source, the flags and what the compiler says of the
-processor make. A new library takes its name when it is whole, so that processes may compile at
-once. Where that cannot be, one that came with the wheel is loaded (`make wheel`). What others could
-have written is not loaded.
+`CC`, `cc`, `gcc` or `clang` compiles it for this processor. It is kept in a folder of the user's
+caches, under a name that is a hash of the source, the flags and the compiler's macros for the
+processor. A new library gets its name when it is complete, so that processes may compile at the
+same time. If it cannot be compiled, the wheel's library is loaded, if there is one (`make wheel`).
+Files that other users could have written are not loaded.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ FLAGS = (
     *("-std=gnu11", "-O3", "-shared", "-fPIC"),
     *("-fno-math-errno", "-fno-trapping-math", "-ffp-contract=off"),  # see `fused` in vectors.h
 )
-# Not -ffast-math: compilers link with it what turns subnormal numbers into zeros, in all of torch.
+# Not -ffast-math: with it compilers link code that makes subnormal numbers zeros in all of torch.
 PROCESSORS = ("-march=native", "-mcpu=native", "")
-# What a wheel has libraries for, by what torch says of a processor; the last is for any.
+# Levels of a wheel's libraries, by torch's name of the processor's capability; the last is for any.
 LEVELS = {
     "x86_64": {"AVX512": "x86-64-v4", "AVX2": "x86-64-v3", "": "x86-64"},
     "aarch64": {"": "armv8-a"},
 }
-TIMEOUT = 60  # seconds for a compiler that hangs
+TIMEOUT = 60  # seconds after which a hanging compiler is stopped
 
 
 class NoLibraryError(Exception):
@@ -44,7 +44,7 @@ class NoLibraryError(Exception):
 
 @functools.cache
 def library() -> ctypes.CDLL:
-    """The library, compiled if it was not.
+    """Returns the library, and compiles it if needed.
 
     Raises:
         NoLibraryError: it cannot be compiled, kept or loaded here.
@@ -60,7 +60,7 @@ def library() -> ctypes.CDLL:
 
 @functools.cache
 def missing() -> str:
-    """Why there is no library; empty where there is one."""
+    """Says why there is no library; empty if there is one."""
     try:
         library()
     except NoLibraryError as error:
@@ -74,12 +74,12 @@ def _of_this_processor() -> ctypes.CDLL:
         processor = next((x for x in PROCESSORS if _macros(compiler, x)), "")
         path = _folder() / f"attend-{_key(compiler, processor)}.so"
         return ctypes.CDLL(str(path)) if _is_whole(path) else _compiled(compiler, processor, path)
-    except (OSError, ValueError) as error:  # a folder, a file, CC, what a compiler prints
+    except (OSError, ValueError) as error:  # from folder, file, CC or compiler output
         raise NoLibraryError(f"no library of attention: {error}") from error
 
 
 def _of_the_wheel() -> ctypes.CDLL | None:
-    """The library that came with this package; None if none did that can be loaded and trusted."""
+    """Returns the package's own library; None if there is none that can be loaded and trusted."""
     import torch
 
     levels = LEVELS.get(platform.machine(), {})
@@ -141,7 +141,7 @@ def _key(compiler: Sequence[str], processor: str) -> str:
 
 
 def _folder() -> Path:
-    """A folder of this user's, made if there is none."""
+    """Returns a folder of this user, and makes it if needed."""
     base = os.environ.get("PAGEDKV_CACHE")
     try:
         folder = (Path(base) if base else Path.home() / ".cache/pagedkv") / "kernels"
@@ -153,10 +153,10 @@ def _folder() -> Path:
 
 
 def _require_mine(path: Path, owner: int | None = None) -> None:
-    """Raises where others own a file or folder, or may write to it.
+    """Raises if other users own a file or folder, or may write to it.
 
     Args:
-        owner: who may own it as well: of a wheel's files who has installed it.
+        owner: another user who may own it: for a wheel's files, the user who installed it.
     """
     found = path.stat()
     if hasattr(os, "getuid") and found.st_uid not in (os.getuid(), owner):
@@ -166,7 +166,7 @@ def _require_mine(path: Path, owner: int | None = None) -> None:
 
 
 def _is_whole(path: Path, owner: int | None = None) -> bool:
-    """Whether there is such a library, as it was compiled."""
+    """Whether the library exists and is as it was compiled."""
     try:
         _require_mine(path, owner)
         content = path.read_bytes()
@@ -183,7 +183,7 @@ def _compiled(compiler: Sequence[str], processor: str, path: Path) -> ctypes.CDL
     os.close(handle)
     reason = ""
     try:
-        for threads in (["-fopenmp"], []):  # without OpenMP one thread does all
+        for threads in (["-fopenmp"], []):  # without OpenMP it uses one thread
             done = _run([*compiler, *flags, *threads, "-o", name, "-lm"])
             if done.returncode:
                 reason = (done.stderr.strip().splitlines() or [f"status {done.returncode}"])[0]
@@ -194,7 +194,7 @@ def _compiled(compiler: Sequence[str], processor: str, path: Path) -> ctypes.CDL
             try:
                 found = ctypes.CDLL(name)
                 found.paged_attention  # noqa: B018 - a wrapper around a compiler may leave it out
-            except (OSError, AttributeError) as error:  # OpenMP may be there for the compiler alone
+            except (OSError, AttributeError) as error:  # the loader may lack OpenMP
                 reason = str(error)
                 continue
             os.replace(name, path)

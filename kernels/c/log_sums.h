@@ -1,6 +1,6 @@
 /* The logarithm of the sum of the exponentials of each row, in float32.
 
-   Lanes are summed in stretches, and these in double. What a row gives depends on the row alone. */
+   Lanes are summed in stretches, and these in double. A row's result depends on that row alone. */
 
 enum { STRETCH = 64 * LANES };
 

@@ -11,10 +11,10 @@ from .library import library
 
 
 def log_sums(x: Tensor) -> Tensor:
-    """`torch.logsumexp` over the rows of `[n, width]` float32: a row's bits depend on no other.
+    """Computes `torch.logsumexp` of the rows of `[n, width]` float32.
 
-    Those of torch do: it takes whole vectors across the ends of rows, and one row in as many pieces
-    as there are threads.
+    A row's bits depend on no other row. In torch they do: its vectors cross the ends of rows, and
+    it cuts one row into as many pieces as there are threads.
     """
     x = x.contiguous()
     out = x.new_empty(len(x))

@@ -1,9 +1,9 @@
 """Products with a matrix that was packed for a processor: a linear layer of any number of tokens.
 
-The twin of `torch/packed_product.py`; `products.c` packs and multiplies. Weights which 16 bits hold
-exactly are kept in these: a checkpoint in bfloat16 or float16 that was loaded in float32 has such
-ones, and few rows take as long as their weights take to be read. Sums are float32 all the same, and
-a row's do not depend on the other rows.
+The twin of `torch/packed_product.py`; `products.c` packs and multiplies. If 16 bits hold all
+weights exactly, they are kept in 16 bits: a bfloat16 or float16 checkpoint that was loaded in
+float32 has such weights, and with few rows reading weights takes all the time. Sums are float32
+anyway, and a row's sums do not depend on other rows.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .library import library, missing
 
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 NARROWEST_FIRST = torch.bfloat16, torch.float16, torch.float32
-# `Matrix` and `Rows` of products.c. Bytes are made in half the time of structures of ctypes.
+# `Matrix` and `Rows` of products.c. Packing bytes takes half the time of ctypes structures.
 MATRIX, ROWS = Struct("Pqqi"), Struct("PPPqi")
 
 
@@ -27,7 +27,7 @@ class Packed:
     """A matrix `[outputs, inputs]` in panels.
 
     Attributes:
-        panels: `[panels, inputs, width]`, of bfloat16 `[panels, inputs / 2, width, 2]`; a panel is
+        panels: `[panels, inputs, width]`, in bfloat16 `[panels, inputs / 2, width, 2]`; a panel has
             as many outputs as two vectors have lanes.
     """
 
@@ -41,7 +41,7 @@ class Packed:
 
 @cache
 def why_not(dtype: torch.dtype) -> str | None:
-    """Why matrices of a dtype are not packed here unless that is asked for; None where they are."""
+    """Says why matrices of a dtype are only packed here on request; None if they always are."""
     if dtype not in (torch.float32, torch.bfloat16):
         return f"expected float32 or bfloat16, got {str(dtype).removeprefix('torch.')}"
     if missing() or dtype == torch.float32 or library().multiplies_pairs():
@@ -50,7 +50,7 @@ def why_not(dtype: torch.dtype) -> str | None:
 
 
 def pack(weight: Tensor) -> Packed:
-    """`[outputs, inputs]` in panels, of 16 bits a weight where that is exact for all of them."""
+    """Packs `[outputs, inputs]` in panels, with 16 bits a weight if these hold all exactly."""
     weight = weight.detach().contiguous()
     weight = weight if weight.dtype == torch.bfloat16 else weight.float()
     source, threads = TYPES[weight.dtype], torch.get_num_threads()
@@ -62,9 +62,9 @@ def pack(weight: Tensor) -> Packed:
 
 
 def product(x: Tensor, packed: Packed, bias: Tensor | None) -> Tensor:
-    """`functional.linear` of `[..., inputs]` with a packed matrix; it has no gradient.
+    """Computes `functional.linear` of `[..., inputs]` with a packed matrix; it has no gradient.
 
-    Of bfloat16 as well: sums are float32 and rounded once.
+    Also for bfloat16: sums are float32 and rounded once.
     """
     dtype, (outputs, inputs) = x.dtype, packed.shape
     pairs = dtype == packed.panels.dtype == torch.bfloat16 and library().multiplies_pairs()

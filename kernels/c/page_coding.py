@@ -1,6 +1,6 @@
-"""Coded pages are written in C: the twin of the torch kernels' file of this name.
+"""Writes coded pages in C: the twin of the torch kernels' file of this name.
 
-`write.h` says how. Pages are copied and decoded by torch.
+`write.h` explains how. Torch copies and decodes pages.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def _write(
         *map(address_of, (x, source, target)),
         *(*steps, len(target), *pages.data.shape[1:3], whole, torch.get_num_threads()),
     )
-    write.kept = x, source, target  # as long as C may read them
+    write.kept = x, source, target  # kept alive, because C reads them
     return write
 
 

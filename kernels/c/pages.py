@@ -1,4 +1,4 @@
-"""Tensors as the C files see them, and K or V of one layer."""
+"""Describes tensors, and K or V pages of one layer, for the C files."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ class CPages(Structure):
 
 
 def address_of(x: Tensor | None) -> int | None:
-    """Where the elements of a tensor lie; None for none.
+    """Returns the address of a tensor's elements; None for no tensor.
 
     Raises:
-        TypeError: they lie nowhere, as those of tensors that only trace a computation.
+        TypeError: it has no memory, because it only traces a computation.
     """
     address = None if x is None else x.data_ptr()
     if address == 0 and x is not None and x.numel():
@@ -39,13 +39,13 @@ def address_of(x: Tensor | None) -> int | None:
 
 
 def side_by_side(x: Tensor) -> Tensor:
-    """`[n, heads, D]` whose last axis is contiguous, and whose values are those in memory."""
+    """Returns `[n, heads, D]` with a contiguous last axis and its true values in memory."""
     x = x.resolve_neg()
     return x if x.stride(2) == 1 else x.contiguous()
 
 
 def in_c(pages: Pages, dtype: torch.dtype) -> CPages:
-    """Pages of a model of this dtype."""
+    """Describes pages of a model of this dtype."""
     format, data, scales, staging = pages
     page, head, slot, _ = data.stride()
     by_page = (0, 0) if scales is None or format.static else scales.stride()[:2]

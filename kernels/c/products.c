@@ -1,12 +1,12 @@
 /* Matrices in panels, and products of rows with them; `packed_product.py` calls both.
 
-   A panel is as many outputs of the matrix as two vectors have lanes, input after input. A tile of
-   rows keeps its sums in registers while a panel goes by: an input's weights are read and widened
+   A panel has as many outputs of the matrix as two vectors have lanes, input after input. A tile of
+   rows keeps its sums in registers while it reads a panel: an input's weights are read and widened
    once for all rows of the tile, and nothing is summed across lanes. So every sum is one chain, in
-   the order of the inputs, however many rows there are, whatever the tile and the thread.
+   the order of the inputs, for any number of rows, tile and thread.
 
-   A word of bfloat16 has two inputs of an output, as `vdpbf16ps` wants them: rows of bfloat16 are
-   multiplied by it where there is one. Vectors are those of GCC and clang, in plain C. */
+   A word of bfloat16 has two inputs of an output, as `vdpbf16ps` needs them: if the processor has
+   it, it multiplies rows of bfloat16. Vectors are those of GCC and clang, in plain C. */
 
 #include "vectors.h"
 
@@ -16,10 +16,10 @@
 #define TILE 6
 #endif
 
-enum { WIDE = 2 * LANES, AHEAD = 8192 }; /* bytes of weights that are asked for before they are due */
+enum { WIDE = 2 * LANES, AHEAD = 8192 }; /* weights are prefetched so many bytes ahead */
 
 typedef struct {
-    const void *panels; /* [ceil(outputs / WIDE), inputs, WIDE], of bfloat16 [.., inputs / 2, WIDE, 2] */
+    const void *panels; /* [ceil(outputs / WIDE), inputs, WIDE], in bfloat16 [.., inputs / 2, WIDE, 2] */
     int64_t outputs, inputs;
     int32_t type;
 } Matrix;
@@ -29,7 +29,7 @@ typedef struct {
     const float *bias; /* [outputs], or null */
     void *out;         /* [rows, outputs] */
     int64_t rows;
-    int32_t type; /* of x and out; bfloat16 where `multiplies_pairs` */
+    int32_t type; /* of x and out; bfloat16 only if `multiplies_pairs` */
 } Rows;
 
 INLINE int64_t panel_bytes(const Matrix *by) {
@@ -38,13 +38,13 @@ INLINE int64_t panel_bytes(const Matrix *by) {
 
 /* ------------------------------------------------------------------ packing */
 
-/* Of LANES outputs, of which `outputs` are there, as many words from the first on; words in rows, 0 where
-   there are none. */
+/* Reads LANES words, from `first` on, of each of LANES outputs, of which `outputs` exist.
+   A vector of the result has one word of every output; missing words are 0. */
 INLINE void words_of(const char *at, int64_t row_bytes, int64_t first, int64_t outputs, vf *words) {
     const int64_t left = row_bytes - 4 * first, bytes = left < 4 * LANES ? left : 4 * LANES;
     for (int i = 0; i < LANES; i++) {
         const char *from = at + i * row_bytes + 4 * first;
-        __builtin_prefetch(from + WIDE * row_bytes); /* of the next panel */
+        __builtin_prefetch(from + WIDE * row_bytes); /* the next panel */
         words[i] = (vf){0};
         if (i < outputs && bytes == 4 * LANES) words[i] = *(const vfu *)from;
         else if (i < outputs) memcpy(words + i, from, bytes);
@@ -52,7 +52,7 @@ INLINE void words_of(const char *at, int64_t row_bytes, int64_t first, int64_t o
     transpose(words);
 }
 
-/* Packs floats, or pairs of bfloat16 that stay what they are. Returns whether 16 bits do not hold a float. */
+/* Packs floats, or unchanged pairs of bfloat16. Returns whether the type does not hold a float. */
 INLINE int pack_panel(const Matrix *into, const char *weights, int from, int64_t index) {
     const int64_t row_bytes = into->inputs * size_of(from), words = (row_bytes + 3) / 4, output = index * WIDE;
     char *out = (char *)into->panels + index * panel_bytes(into);
@@ -87,7 +87,7 @@ INLINE int pack_panel(const Matrix *into, const char *weights, int from, int64_t
 /* Packs a matrix of floats, or of bfloat16. Returns 0 if its type does not hold all weights, bit for bit. */
 int pack(const Matrix *into, const void *weights, int from, int threads) {
     int64_t panels = (into->outputs + WIDE - 1) / WIDE;
-    int lost = 0; /* by some, after which the others do nothing */
+    int lost = 0; /* set by one panel; the others then do nothing */
     (void)threads;
 #pragma omp parallel for num_threads(threads > 0 ? threads : 1) schedule(static)
     for (int64_t i = 0; i < panels; i++) {
@@ -107,7 +107,7 @@ int pack(const Matrix *into, const void *weights, int from, int threads) {
 
 /* ------------------------------------------------------------------ products */
 
-/* Weights of the k-th input, which come behind those at `at`, of its pair where it has one. */
+/* Widens the weights of one input of the pair of inputs at `at`: the second one if `odd`. */
 INLINE void weights_at(const char *at, int type, int odd, vf *first, vf *second) {
     if (type != BF16) {
         widen_two(at + odd * WIDE * size_of(type), type, first, second);
@@ -118,7 +118,7 @@ INLINE void weights_at(const char *at, int type, int odd, vf *first, vf *second)
     *second = (vf)(odd ? b & -0x10000 : b << 16);
 }
 
-/* One input of `count` rows of floats. */
+/* Adds the products of one input of `count` rows of floats. */
 INLINE void add(const float *x, int64_t inputs, int count, const char *at, int type, int odd, vf *first, vf *second) {
     vf a, b;
     weights_at(at, type, odd, &a, &b);
@@ -129,7 +129,7 @@ INLINE void add(const float *x, int64_t inputs, int count, const char *at, int t
     }
 }
 
-/* A pair of inputs of `count` rows of bfloat16, of which the second may be missing. */
+/* Adds the products of a pair of inputs of `count` rows of bfloat16; `there` inputs exist. */
 INLINE void add_pair(const uint16_t *x, int64_t inputs, int count, const char *at, int there, vf *first, vf *second) {
 #ifdef __AVX512BF16__
     __m512bh a = (__m512bh)*(const viu *)at, b = (__m512bh)*(const viu *)(at + 4 * LANES);
@@ -143,10 +143,10 @@ INLINE void add_pair(const uint16_t *x, int64_t inputs, int count, const char *a
 #endif
 }
 
-/* `count` rows, a constant of each place that calls it, by a panel of which `width` outputs are there. */
+/* Multiplies `count` rows, a constant at each call, with a panel that has `width` outputs. */
 INLINE void tile(const Matrix *by, const Rows *rows, int kind, const char *at, int type, int64_t row, int count,
                  int64_t output, int64_t width) {
-    const int64_t inputs = by->inputs, step = 2 * size_of(type) * WIDE; /* of a pair of inputs */
+    const int64_t inputs = by->inputs, step = 2 * size_of(type) * WIDE; /* a pair of inputs */
     const float *x = (const float *)rows->x + row * inputs;
     const uint16_t *pairs = (const uint16_t *)rows->x + row * inputs;
     vf first[TILE], second[TILE];
@@ -178,7 +178,7 @@ INLINE void tile(const Matrix *by, const Rows *rows, int kind, const char *at, i
     }
 }
 
-/* The most rows that a tile may have, of few sizes, because each is compiled on its own. */
+/* Calls `tile` with a constant count; there are few sizes, because each is compiled separately. */
 #define TILES(kind, type) \
     switch (count) { \
         case 12: tile(by, rows, kind, at, type, row, TILE > 6 ? 12 : 1, output, width); break; \
@@ -204,7 +204,7 @@ static void panel(const Matrix *by, const Rows *rows, int64_t index) {
 
 int panel_width(void) { return WIDE; }
 
-/* Whether rows of bfloat16 are multiplied, with matrices of bfloat16. */
+/* Whether the processor multiplies rows of bfloat16 with matrices of bfloat16. */
 int multiplies_pairs(void) {
 #ifdef __AVX512BF16__
     return 1;

@@ -1,11 +1,11 @@
-/* RMS norms of rows, each of which depends on itself alone; `rms_norm.py` calls it.
+/* RMS norms of rows; each result depends on its row alone. `rms_norm.py` calls it.
 
-   The end of a row, where it does not fill two vectors, is taken as the rest is, padded with zeros. */
+   If the end of a row does not fill two vectors, it is padded with zeros. */
 
 #include "vectors.h"
 #include <math.h>
 
-enum { WIDE = 2 * LANES, FEW = 1 << 15 }; /* numbers that a second thread is not woken for */
+enum { WIDE = 2 * LANES, FEW = 1 << 15 }; /* with so few numbers no second thread is woken */
 
 typedef struct {
     const char *x, *weight; /* [rows, width], [width] */
@@ -13,13 +13,13 @@ typedef struct {
     int64_t rows, width;
     float eps;
     float added;    /* to each weight */
-    int32_t rounds; /* whether a number is one of its type before it is weighted */
+    int32_t rounds; /* whether a number is rounded to its type before it is weighted */
     int32_t type;
 } Norms;
 
 INLINE vf rounded(vf x, int type) { return type == F32 ? x : to_bfloats(x); }
 
-/* Numbers that are of their type already; the other way round than `widen_two`. */
+/* Inverts `widen_two`, for numbers that are rounded to their type already. */
 INLINE void narrow_two(char *into, int type, vf first, vf second) {
     if (type == F32) {
         *(vfu *)into = first;
@@ -28,7 +28,7 @@ INLINE void narrow_two(char *into, int type, vf first, vf second) {
         *(viu *)into = (vi)second | ((vi)first >> 16 & 0xffff);
 }
 
-/* `count` numbers, fewer than two vectors have, behind which zeros stand. */
+/* Widens `count` numbers, fewer than two vectors have, and fills up with zeros. */
 INLINE void widen_end(const char *at, int type, int64_t count, vf *first, vf *second) {
     char padded[4 * WIDE] = {0};
     memcpy(padded, at, count * size_of(type));

@@ -1,4 +1,4 @@
-"""RMS norms on a processor: one call, where torch has six that find cold caches within a model.
+"""RMS norms on a processor in one call; torch needs six, which find cold caches within a model.
 
 The twin of `torch/rms_norm.py`; `rms_norm.c` computes. A row's bits depend on that row alone.
 """
@@ -19,16 +19,16 @@ NORMS = Struct("PPPqqffii")  # as `Norms` in rms_norm.c: x, weight, out, rows, w
 
 @cache
 def why_not(dtype: torch.dtype) -> str | None:
-    """Why rows of a dtype are for torch; None where they are not."""
+    """Says why rows of a dtype are left to torch; None if they are not."""
     if dtype not in TYPES:
         return f"expected float32 or bfloat16, got {str(dtype).removeprefix('torch.')}"
     return missing() or None
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, added: float, rounds: bool) -> Tensor:
-    """As `torch/rms_norm.py`, of tensors of one dtype; the weight is contiguous.
+    """Computes as `torch/rms_norm.py`, for tensors of one dtype and a contiguous weight.
 
-    Rows that are not contiguous are copied first: a row alone may be so where several are not.
+    Rows that are not contiguous are copied first, so that a row's bits do not depend on strides.
     """
     rows, width = x.contiguous(), weight.numel()
     out = torch.empty_like(rows)
@@ -37,4 +37,4 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, added: float, rounds: bool) 
         *(x.numel() // width, width, eps, added, rounds, TYPES[x.dtype]),
     )
     library().rms_norm(norms, torch.get_num_threads())
-    return out if rows is x else torch.empty_like(x).copy_(out)  # strides as torch's
+    return out if rows is x else torch.empty_like(x).copy_(out)  # with torch's strides

@@ -1,7 +1,7 @@
-/* The choice of pages by the range of their keys: what `select_pages.py` beside the torch kernels does.
+/* Chooses pages by the range of their keys: the twin of the torch kernels' `select_pages.py`.
 
-   A page's bound for a query is one product with its step and minimum of each channel as they lie,
-   side by side: 15 max(q, 0) with the step, q with the minimum. */
+   A page's bound for a query is one product with the steps and minima of its channels, which are
+   interleaved in memory: 15 max(q, 0) times the step, q times the minimum. */
 
 enum { NEWEST = 2, COLUMNS = 128 }; /* pages that are always read; columns that a task scores */
 
@@ -16,23 +16,23 @@ typedef struct {
     int32_t type, threads;
 } Bounds;
 
-/* Where a column's bounds are, those of the first head. Staging pages have none, and are read anyway. */
+/* Returns the bounds of a column's page. Staging pages have none, and are always read. */
 INLINE const uint16_t *bounds_of(const Bounds *b, int64_t row, int64_t column) {
     const int64_t page = b->table[row * b->table_row + column];
     return b->bounds + (page < 0 || page >= b->count ? 0 : page) * b->bounds_page;
 }
 
-/* The sums of as many vectors as there are lanes, each in its lane; overwrites them. */
+/* Sums the lanes of each of LANES vectors; the i-th sum is in lane i. Overwrites the vectors. */
 INLINE vf sums_of(vf *x) {
     for (int left = LANES / 2; left; left /= 2)
         for (int i = 0; i < left; i++) x[i] = PICK(x[2 * i], x[2 * i + 1], 0) + PICK(x[2 * i], x[2 * i + 1], 1);
     return x[0];
 }
 
-/* The score of a column whose bound is not known: above all bounds, and those of the columns behind it. */
+/* The score of a column with an unknown bound: above all bounds, and higher in earlier columns. */
 INLINE float unknown(int64_t column) { return as_float(0x7f7fffff - (uint32_t)column); }
 
-/* Scores of columns begin .. end of a row, none of them behind its end. */
+/* Scores columns begin .. end of a row; all of them are before the row's end. */
 static void score_part(const Bounds *b, int64_t row, int64_t begin, int64_t end) {
     const int64_t ratio = b->heads / b->groups, dim = b->dim, width = (2 * dim + LANES - 1) / LANES * LANES;
     float weights[b->heads * width], spans[LANES * width];
@@ -49,7 +49,7 @@ static void score_part(const Bounds *b, int64_t row, int64_t begin, int64_t end)
             const int64_t head = group * b->bounds_head;
             for (int64_t j = 0; j < many; j++) {
                 row_of_halves(bounds_of(b, row, c + j) + head, spans + j * width, 2 * dim);
-                if (c + LANES + j < end) /* those that are due next, of pages that lie anywhere */
+                if (c + LANES + j < end) /* prefetch the next bounds, whose pages lie anywhere */
                     for (int64_t d = 0; d < 2 * dim; d += 32)
                         __builtin_prefetch(bounds_of(b, row, c + LANES + j) + head + d);
             }
@@ -63,7 +63,7 @@ static void score_part(const Bounds *b, int64_t row, int64_t begin, int64_t end)
                 }
                 vf score = sums_of(sums);
                 best = larger(score, best);
-                none = fused(score, all(0.0f), none); /* of infinity, too */
+                none = fused(score, all(0.0f), none); /* NaN for infinity, too */
             }
             best = choose(none == none, best, all(NAN));
             for (int64_t j = 0; j < many; j++)
@@ -88,7 +88,7 @@ void score_columns(const Bounds *b) {
     }
 }
 
-/* An integer in the order of the scores, all of them numbers or infinite. */
+/* Returns an integer in the order of the scores, none of which is NaN. */
 INLINE int32_t rank_of(float score) { return ordered(score + 0.0f); }
 
 INLINE int64_t ranked_from(const float *scores, int64_t columns, int32_t least) {
@@ -97,13 +97,13 @@ INLINE int64_t ranked_from(const float *scores, int64_t columns, int32_t least) 
     return found;
 }
 
-/* The `count` columns of the highest scores of each of `lists`, ascending; of equal ones the first. */
+/* Chooses each list's `count` columns of highest scores, ascending; of equal ones the first. */
 void choose_columns(const float *scores, int32_t *chosen, int64_t lists, int64_t columns, int64_t count,
                     int32_t threads) {
 #pragma omp parallel for num_threads(threads)
     for (int64_t i = 0; i < lists; i++) {
         const float *mine = scores + i * columns;
-        int32_t *into = chosen + i * count, least = INT32_MIN; /* the rank of the last one, bit by bit */
+        int32_t *into = chosen + i * count, least = INT32_MIN; /* the lowest rank, bit by bit */
         for (int bit = 31; bit >= 0; bit--) {
             int32_t higher = (int32_t)((uint32_t)least + (1u << bit));
             if (ranked_from(mine, columns, higher) >= count) least = higher;

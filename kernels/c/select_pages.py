@@ -1,6 +1,6 @@
-"""Decoding queries choose pages in C: the twin of the torch kernels' file of this name.
+"""Chooses pages for decoding queries in C: the twin of the torch kernels' file of this name.
 
-`select_pages.h` says how. Bytes moved: 4 x D for every page and KV head.
+`select_pages.h` explains how. Bytes moved: 4 x D for every page and KV head.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from .pages import TYPES, address_of, side_by_side
 
 
 class _Bounds(Structure):
-    """As `Bounds` in select_pages.h."""
+    """The arguments of `score_columns`, as `Bounds` in select_pages.h."""
 
     _fields_ = [
         *((name, c_void_p) for name in ("q", "bounds", "table", "lens", "scores")),
@@ -29,7 +29,7 @@ class _Bounds(Structure):
 def score_columns(
     q: Tensor, bounds: Tensor, page_ids: Tensor, lens: Tensor, page_size: int
 ) -> Tensor:
-    """Twin of `torch/select_pages.score_columns`; ids are int32, each row's side by side."""
+    """Twin of `torch/select_pages.score_columns`; ids are int32, contiguous in each row."""
     q = side_by_side(q)
     (n, heads, dim), (count, groups, *_), columns = q.shape, bounds.shape, page_ids.shape[1]
     scores = torch.empty(n, groups, columns, dtype=torch.float32, device=q.device)

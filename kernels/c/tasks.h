@@ -1,8 +1,7 @@
-/* The tasks of a call, and the threads that take them. */
+/* The tasks of a call, and the threads that carry them out. */
 
-/* A block of floats where it lies: whole vectors, in one page, with no token that a query does not see.
-
-   `first` becomes where in the text it begins. */
+/* Returns a block of floats in place, or NULL: it must have whole vectors, be in one page, and have
+   no token that a query does not see. `first` becomes its place in the text. */
 static const float *in_place(const Call *call, const Pages *x, const Task *task, int64_t t, int64_t last,
                              int64_t *first) {
     const int64_t size = call->page_size, slot = t % size, column = column_of(call, task, t / size);
@@ -15,9 +14,9 @@ static const float *in_place(const Call *call, const Pages *x, const Task *task,
     return (const float *)x->data + page * x->data_page + task->group * x->data_head + slot * x->data_slot;
 }
 
-/* Where the rows lie of a block that will be due, so that memory can be asked for them.
+/* Finds the rows of a block that will be needed, so that they can be prefetched.
 
-   Those of a head lie apart, and pages anywhere: no processor foresees them by itself. */
+   Rows of a head are apart, and pages anywhere, so no processor prefetches them by itself. */
 static void foresee(const Call *call, const Pages *x, const Task *task, int64_t t, Soon *soon) {
     const int64_t size = call->page_size, end = t + BLOCK < task->end ? t + BLOCK : task->end;
     const int64_t bits = x->format >= INT4_TOKEN ? 4 : x->format ? 8 : x->type ? 16 : 32, unit = bits == 32 ? 4 : 2;
@@ -38,9 +37,9 @@ static void run(const Call *call, const Task *task, const int64_t *starts, float
     int32_t places[BLOCK];
     begin_tile(call, task, starts, &s, !few);
     int64_t last = s.last[task->count - 1];
-    int alike = s.first[0] == s.first[task->count - 1] && s.last[0] == last; /* rows, of one query say */
+    int alike = s.first[0] == s.first[task->count - 1] && s.last[0] == last; /* as in one query */
     for (int i = 0; i < BLOCK; i++) s.k_soon.rows[i] = s.v_soon.rows[i] = (const char *)call;
-    memset(s.k, 0, 4 * BLOCK * (s.k_width + s.v_width)); /* also what no token fills */
+    memset(s.k, 0, 4 * BLOCK * (s.k_width + s.v_width)); /* also the places that no token fills */
     for (int64_t t = task->begin / BLOCK * BLOCK; t < task->end; t += BLOCK) {
         if (t % PART == 0 && t > task->begin) {
             if (!holds) empty(s.held_most, s.held_total, s.held, s.v_width);
@@ -81,11 +80,11 @@ static void run(const Call *call, const Task *task, const int64_t *starts, float
              holds ? s.held : s.weighed, !few);
 }
 
-/* Makes the tasks of all sequences, or counts them where `tasks` is null. `longer` has room for `rows`.
+/* Makes all tasks, or counts them if `tasks` is null. `longer` has room for `rows`.
 
-   Sequences follow each other within a part, so that those with the same first pages find these in
-   the processor's cache; so do the heads of a part, whose rows lie in the same lines of memory. What
-   the parts of a tile leave lies side by side, for `merge`. */
+   Within a part sequences follow each other, so that sequences with the same first pages find these
+   in the processor's cache; so do heads of a part, whose rows share lines of memory. The results of
+   a tile's parts are side by side, for `merge`. */
 static int64_t plan(const Call *call, Task *tasks, float *partials, int64_t *floats, int64_t *longer) {
     const int64_t ratio = call->heads / call->groups, each = 2 + (call->v.dim + LANES - 1) / LANES * LANES;
     int64_t made = 0, most = 1, many = 0;
@@ -107,7 +106,7 @@ static int64_t plan(const Call *call, Task *tasks, float *partials, int64_t *flo
                     task.end = to + 1;
                     if (chosen && chosen[0] >= 0) task.begin = 0, task.end = call->read * call->page_size;
                     int64_t first = task.begin / PART, parts = (task.end - 1) / PART + 1 - first;
-                    if (tiles == 1 && parts > 1) { /* else there are tasks enough */
+                    if (tiles == 1 && parts > 1) { /* else there are enough tasks */
                         task.parts = parts;
                         if (part) task.begin = (first + part) * PART;
                         if (task.end > (first + part + 1) * PART) task.end = (first + part + 1) * PART;
@@ -127,7 +126,7 @@ static int64_t plan(const Call *call, Task *tasks, float *partials, int64_t *flo
     return made;
 }
 
-/* Attends for all queries of a call. Returns 0, or 1 where memory is lacking. */
+/* Attends for all queries of a call. Returns 0, or 1 if there is too little memory. */
 int paged_attention(const Call *call) {
     int64_t *starts = malloc(8 * (call->rows + 1)), *longer = malloc(8 * (call->rows + 1));
     int64_t floats = 0, failed = 0, count = starts && longer ? plan(call, NULL, NULL, &floats, longer) : 0;

@@ -1,30 +1,30 @@
-/* Two ways through a tile: few rows, with tokens or head dims in lanes, and many, with rows in lanes.
+/* Two ways to compute a tile: few rows, with tokens or head dims in lanes; many, with rows there.
 
    Both compute the same bits. A product of a query and a token is one chain over head dims, the
-   weights of a block are summed as a tree, and what they weigh is one chain over tokens. */
+   weights of a block are summed as a tree, and weighted values are one chain over tokens. */
 
-enum { AHEAD = 2 * BLOCK }; /* tokens after which a block is due that is asked for */
-enum { FARTHEST = 63 };     /* places in front of a query: tokens as far, or farther, are no part of its tree */
+enum { AHEAD = 2 * BLOCK }; /* blocks are prefetched so many tokens ahead */
+enum { FARTHEST = 63 };     /* tokens so many places in front or more are not in a tree */
 
 typedef struct {
     const char *rows[BLOCK];
     int64_t bytes; /* of each row */
 } Soon;
 
-/* Asks for the line of each row in which its d-th float would be; a little at a time, between products. */
+/* Prefetches each row's line with its d-th float; a little at a time, between products. */
 INLINE void ask(const Soon *soon, int64_t d) {
     if (4 * d < soon->bytes)
         for (int t = 0; t < BLOCK; t++) __builtin_prefetch(soon->rows[t] + 4 * d);
 }
 
 typedef struct {
-    int64_t k_width, v_width; /* of decoded rows: head dims, up to whole vectors */
+    int64_t k_width, v_width; /* of decoded rows: head dims, rounded up to whole vectors */
     float *q, *k, *v, *turned, *numbers, *weights, *weighed, *most, *total;
-    float *held, *held_most, *held_total; /* of the parts before, as those are of this one */
-    int32_t *first, *last; /* tokens that each row sees; the last is its own, where distance counts */
+    float *held, *held_most, *held_total; /* the same sums of the earlier parts */
+    int32_t *first, *last; /* tokens that each row sees; if causal, the last is its own */
     float *slopes;         /* of each row */
     const float **bias;    /* of each row, by distance */
-    int64_t *tree;         /* of what each row sees its bits; null without a tree */
+    int64_t *tree;         /* each row's bits; null without a tree */
     Soon k_soon, v_soon;
 } Scratch;
 
@@ -63,7 +63,7 @@ INLINE void empty(float *most, float *total, float *weighed, int64_t width) {
     for (int64_t i = 0; i < MANY; i++) most[i] = -INFINITY, total[i] = 0;
 }
 
-/* Queries, and what each row sees. Lanes without a row see nothing. */
+/* Reads the queries, and which tokens each row sees. Lanes without a row see none. */
 static void begin_tile(const Call *call, const Task *task, const int64_t *starts, Scratch *s, int in_lanes) {
     int64_t ratio = call->heads / call->groups, dim = call->k.dim;
     memset(s->q, 0, 4 * MANY * s->k_width);
@@ -86,7 +86,7 @@ static void begin_tile(const Call *call, const Task *task, const int64_t *starts
     }
 }
 
-/* A score with what it has by distance, from the query of a row, or of as many rows as there are lanes. */
+/* Adds the terms by distance to scores, of the query of a row or, if `abreast`, of LANES rows. */
 INLINE vf biased(const Call *call, const Scratch *s, vf score, vi distance, int64_t row, int abreast) {
     if (call->slopes) {
         vf slope = abreast ? load(s->slopes + row) : all(s->slopes[row]);
@@ -108,16 +108,16 @@ INLINE vf biased(const Call *call, const Scratch *s, vf score, vi distance, int6
 INLINE int is_number(float x) { return x - x == 0; }
 INLINE int sees(const Scratch *s, int64_t row, int32_t place) { return place >= s->first[row] && place <= s->last[row]; }
 
-/* Whether a row's tree, if there is one, shows it a token that it would see without. */
+/* Whether a row's tree, if there is one, lets it see a token that it would see without a tree. */
 INLINE int shown(const Scratch *s, int64_t row, int32_t place) {
     int32_t back = s->last[row] - place;
     return !s->tree || back < 0 || back >= FARTHEST || (s->tree[row] >> back & 1);
 }
 
-/* The values of a block with zeros for what is no number, where some rows see tokens that others do not:
-   a weight of 0 does not hide it, 0 times infinity is none. Else the values as they lie. */
+/* Returns a block's values, with zeros for NaN and infinity if rows see different tokens: a weight
+   of 0 does not hide these, because 0 times infinity is NaN. Else returns the values in place. */
 static const float *numbers_of(const Scratch *s, int64_t rows, const int32_t *places, const float *v, int64_t stride) {
-    int apart = s->tree != NULL; /* rows between the first and the last see others */
+    int apart = s->tree != NULL; /* with a tree, rows see different tokens */
     vi none = {0};
     for (int t = 0; t < BLOCK; t++) apart |= places[t] >= 0 && !(sees(s, 0, places[t]) && sees(s, rows - 1, places[t]));
     for (int t = 0; apart && t < BLOCK; t++)
@@ -129,7 +129,7 @@ static const float *numbers_of(const Scratch *s, int64_t rows, const int32_t *pl
     return s->numbers;
 }
 
-/* Adds what `numbers_of` left out to the rows that see it. */
+/* Adds the NaN and infinity that `numbers_of` replaced to the rows that see them. */
 static void add_others(const Scratch *s, int64_t rows, const int32_t *places, const float *v, int64_t stride,
                        int in_lanes) {
     for (int t = 0; t < BLOCK; t++)
@@ -142,7 +142,7 @@ static void add_others(const Scratch *s, int64_t rows, const int32_t *places, co
 
 /* ------------------------------------------------------------------ few rows */
 
-/* Adds values to what a tile of rows weighs, in two vectors of head dims where there are two. */
+/* Adds weighted values to a tile's rows, two vectors of head dims at a time if there are two. */
 INLINE void weigh(const Soon *soon, int rows, float *weighed, int64_t width, const float *weights, const float *v,
                   int64_t v_stride) {
     for (int64_t d = 0; d < width; d += 2 * LANES) {
@@ -164,7 +164,7 @@ INLINE void weigh(const Soon *soon, int rows, float *weighed, int64_t width, con
     }
 }
 
-/* Tokens in lanes, head dim after head dim. */
+/* Transposes a block of K: tokens in lanes, head dim after head dim. */
 static void turn(const Soon *soon, const float *k, int64_t stride, int64_t width, float *out) {
     for (int t = 0; t < BLOCK; t += LANES)
         for (int64_t d = 0; d < width; d += LANES) {
@@ -176,7 +176,7 @@ static void turn(const Soon *soon, const float *k, int64_t stride, int64_t width
         }
 }
 
-/* Products of a few queries with each token of a block. */
+/* Computes products of a few queries with each token of a block. */
 INLINE void multiply(int rows, const float *q, int64_t width, const float *turned, int64_t dim, float *out) {
     for (int t = 0; t < BLOCK; t += LANES) {
         vf sums[4];
@@ -189,7 +189,7 @@ INLINE void multiply(int rows, const float *q, int64_t width, const float *turne
     }
 }
 
-/* Of the products of a row its weights, in their place. */
+/* Replaces a row's products by its weights. */
 static void weights_of(const Call *call, const Scratch *s, int64_t r, const int32_t *places) {
     enum { VECTORS = BLOCK / LANES };
     const int by_distance = call->slopes || call->bias;
@@ -208,7 +208,7 @@ static void weights_of(const Call *call, const Scratch *s, int64_t r, const int3
         most = larger(score[i], most);
     }
     for (int i = 0; i < LANES; i++) highest = most[i] > highest ? most[i] : highest;
-    vf level = all(highest == -INFINITY ? 0.0f : highest); /* a score that is no number gets on */
+    vf level = all(highest == -INFINITY ? 0.0f : highest); /* NaN scores stay NaN */
     for (int i = 0; i < VECTORS; i++) {
         score[i] = choose(seen[i], exponential(score[i] - level), all(0.0f));
         store(weights + i * LANES, score[i]);
@@ -297,7 +297,7 @@ INLINE void many_rows(const Call *call, const Scratch *s, int vectors, const int
         }
         vf level = choose(most == all(-INFINITY), all(0.0f), most);
         for (int t = 0; t < BLOCK; t++) {
-            scores[t][w] = exponential(scores[t][w] - level); /* of minus infinity: 0 */
+            scores[t][w] = exponential(scores[t][w] - level); /* 0 for minus infinity */
             store(s->weights + t * MANY + w * LANES, scores[t][w]);
         }
         for (int half = BLOCK / 2; half; half /= 2)

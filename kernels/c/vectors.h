@@ -1,4 +1,4 @@
-/* Vectors that the compiler has for this processor: those of GCC and clang, in plain C. */
+/* Vectors of this processor, through the extensions of GCC and clang, in plain C. */
 
 #ifndef PAGEDKV_VECTORS_H
 #define PAGEDKV_VECTORS_H
@@ -6,7 +6,7 @@
 #include <stdint.h>
 #include <string.h>
 #if defined(__F16C__) || defined(__FMA__)
-#include <immintrin.h> /* compilers take halves one by one, and fuse what they like */
+#include <immintrin.h> /* by themselves compilers convert halves singly, and fuse some products */
 #elif defined(__aarch64__)
 #include <arm_neon.h>
 #endif
@@ -35,7 +35,7 @@ INLINE int64_t size_of(int type) { return type == F32 ? 4 : 2; }
 INLINE vf all(float x) { return x - (vf){0}; }
 INLINE vf choose(vi which, vf yes, vf no) { return (vf)((which & (vi)yes) | (~which & (vi)no)); }
 
-/* Floats of halves. No float on the way is subnormal, because a process may treat those as zeros. */
+/* Converts halves to floats. No intermediate float is subnormal: processes may treat these as 0. */
 INLINE vf of_halves(const void *at) {
 #if defined(__AVX512F__)
     return (vf)_mm512_cvtph_ps(_mm256_loadu_si256(at));
@@ -50,7 +50,7 @@ INLINE vf of_halves(const void *at) {
 #endif
 }
 
-/* Halves of floats that are halves; of others some bits that are not theirs. */
+/* Converts floats that halves hold exactly; the result for other floats is undefined. */
 INLINE vhu to_halves(vf x) {
     vi bits = (vi)x, rest = bits & 0x7fffffff;
     vi subnormal = (vi)((vf)rest + all(0.5f)) - 0x3f000000, special = 0x7c00 | (rest >> 13 & 0x3ff);
@@ -59,13 +59,13 @@ INLINE vhu to_halves(vf x) {
     return __builtin_convertvector(half | (bits >> 16 & 0x8000), vh);
 }
 
-/* To the nearest number of bfloat16, of two to the even one. */
+/* Rounds to the nearest bfloat16, ties to even. */
 INLINE vf to_bfloats(vf x) {
     vi bits = (vi)x, up = (bits + 0x7fff + (bits >> 16 & 1)) & -0x10000;
     return choose(x == x, (vf)up, (vf)((bits | 0x400000) & -0x10000));
 }
 
-/* As many numbers as two vectors have lanes. A word of bfloat16 has one of the first and one of the second. */
+/* Widens the numbers of two vectors. In bfloat16 a word has one number of each vector. */
 INLINE void widen_two(const char *at, int type, vf *first, vf *second) {
     if (type == F32) {
         *first = *(const vfu *)at;
@@ -80,8 +80,8 @@ INLINE void widen_two(const char *at, int type, vf *first, vf *second) {
     }
 }
 
-/* x * y + z, rounded once where the processor can. What is not written so is rounded twice: a compiler
-   that may choose fuses one loop and not another, and then two loops have other bits. */
+/* x * y + z, rounded once if the processor can. All other products and sums are rounded separately:
+   a compiler that may choose fuses one loop and not another, and their bits would differ. */
 INLINE vf fused(vf x, vf y, vf z) {
 #if defined(__AVX512F__)
     return (vf)_mm512_fmadd_ps((__m512)x, (__m512)y, (__m512)z);
@@ -103,15 +103,15 @@ INLINE vf fused(vf x, vf y, vf z) {
 #else
 #define EACH(odd) FOUR(0, odd)
 #endif
-#ifdef __clang__ /* of two vectors, one behind the other, every other lane */
+#ifdef __clang__ /* every other lane of two vectors, one behind the other */
 #define PICK(x, y, odd) __builtin_shufflevector(x, y, EACH(odd))
 #else
 #define PICK(x, y, odd) __builtin_shuffle(x, y, (vi){EACH(odd)})
 #endif
 
-/* Columns of as many rows as a vector has lanes, in their place. Each round brings the lowest bit of a number's
-   lane in front of the bits of its vector, so that as many rounds as a lane has bits put one in place of the
-   other. */
+/* Transposes LANES vectors in place. The bits of a vector's index and of a lane's make a number's
+   place. Each round rotates these bits by one, so after log2(LANES) rounds vector and lane have
+   changed places. */
 INLINE void transpose(vf *x) {
     vf y[LANES];
     for (int round = 1; round < LANES; round *= 2) {
@@ -123,7 +123,7 @@ INLINE void transpose(vf *x) {
     }
 }
 
-/* Whether it holds in a lane; no lane waits for another. */
+/* Whether a condition holds in any lane. */
 INLINE int any(vi which) {
     uint64_t parts[LANES / 2], found = 0;
     memcpy(parts, &which, sizeof which);

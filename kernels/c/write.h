@@ -1,32 +1,32 @@
-/* Writing: what `page_coding.py` beside the torch kernels does, to the bit.
+/* Writes coded pages, with the same bits as the torch kernels' `page_coding.py`.
 
-   Tokens go to slots one by one, whole pages from tokens, or from a staging page, into one page. */
+   Tokens are written to slots one by one, a whole page from tokens or from a staging page. */
 
 typedef struct {
     Pages pages;
-    const void *x;       /* elements of the dense type; each token has a stretch for each head */
-    const int64_t *from; /* [count] where in x, in steps of `unit`; null for 0, 1, 2 and so on */
+    const void *x;       /* elements of the dense type; a token's head is contiguous */
+    const int64_t *from; /* [count] places in x, in steps of `unit`; null for 0, 1, 2 and so on */
     const int64_t *to;   /* [count] slots, or ids of pages if they are written whole */
     int64_t unit, token, head;
     int64_t count, groups, page_size;
     int32_t whole, threads;
 } Write;
 
-/* Bits of floats as integers that are in the order of the floats. */
+/* Converts a float to an integer, so that integers have the order of the floats. */
 INLINE int32_t ordered(float x) { int32_t bits = (int32_t)as_bits(x); return bits ^ (bits >> 31 & 0x7fffffff); }
 INLINE float unordered(int32_t key) { return as_float((uint32_t)(key ^ (key >> 31 & 0x7fffffff))); }
 
 enum { INFINITE = 0x7f800000 };
 
-/* Between two bounds; the lower one for what is no number. */
+/* Clamps to two bounds; NaN becomes the lower one. */
 INLINE float within(float x, float least, float most) {
     x = x > least ? x : least;
     return x < most ? x : most;
 }
 
-/* Rounded to the nearest code, to the even one of two; 0 for what is no number. */
+/* Rounds to the nearest code, ties to even; 0 for NaN. */
 INLINE uint16_t code_of(float x, float least, float most, float bias) {
-    const float magic = 12582912.0f; /* 1.5 * 2^23: what is added to it is rounded */
+    const float magic = 12582912.0f; /* 1.5 * 2^23: adding it rounds to an integer */
     float code = (within(x, least, most) + magic) - magic + bias;
     return (uint16_t)(int32_t)(x == x ? code : 0.0f);
 }
@@ -40,13 +40,13 @@ INLINE uint16_t to_e4m3(float x) {
     return (uint16_t)(sign | (x != x ? 0x7f : code));
 }
 
-/* What divides elements into codes: a scale of 0 makes codes of 0. */
+/* Returns the divisor of elements for a scale; infinity for 0, so that codes become 0. */
 INLINE float divisor(uint16_t scale) {
     float x = from_half(scale);
     return x ? x : INFINITY;
 }
 
-/* A step and a minimum of the elements between two keys, as halves. */
+/* Writes step and minimum of elements between two ordered keys, as halves. */
 INLINE void step_and_minimum(int32_t least, int32_t most, uint16_t *scales) {
     int number = most <= INFINITE && least >= ordered(-INFINITY);
     float low = within(unordered(least), -65504.0f, 65504.0f);
@@ -107,7 +107,7 @@ static void write_token(const Pages *p, int64_t page, int64_t head, int64_t slot
     }
 }
 
-/* A page whose channels have scales. */
+/* Writes a page whose channels have scales. */
 static void write_channels(const Write *w, int64_t page, int64_t head, int64_t at) {
     const Pages *p = &w->pages;
     const int64_t dim = p->dim, size = w->page_size;
