@@ -1,10 +1,10 @@
 """The torch backend: gather pages into scratch, then let SDPA attend over plain tensors.
 
 It runs wherever torch does. The buckets of a step (`buckets.py`) are gathered and attended in turn,
-so that scratch stays small and warm. Decoding rows that begin with the same pages attend to those
-in one piece (`cascade.py`). What a row may not see never enters its product: a bucket of equal rows
-is cut to the exact length, in a ragged one the slots beyond a row's end are zeroed before the mask,
-because 0 x NaN is NaN.
+so that scratch stays small and warm. Decoding rows that begin with the same pages attend to these
+together (`cascade.py`). Slots that a row may not see never enter its product: a bucket of equally
+long rows is cut to the exact length; in a ragged one the slots beyond a row's end are zeroed before
+the mask, because 0 x NaN is NaN.
 
 Bytes moved per decode step and layer: K and V of every visible token, read from the pages, written
 to scratch and read again by SDPA.
@@ -38,7 +38,7 @@ __all__ = [
     "write_pages",
 ]
 
-MASK_ELEMENTS = 1 << 23  # a prefill over a long prefix is masked in blocks of queries this large
+MASK_ELEMENTS = 1 << 23  # a prefill over a long prefix makes masks of blocks of queries this large
 
 
 def write_kv(
@@ -83,11 +83,11 @@ def paged_attention(
     """Attention as in `reference.paged_attention`, after K and V of the step were written.
 
     Args:
-        q, k, v: `[T, H, D]` and `[T, G, D]`, the new tokens; D of V may be another. K and V may be
-            None where no bucket is fresh.
+        q, k, v: `[T, H, D]` and `[T, G, D]`, the new tokens; D of V may differ. K and V may be None
+            if no bucket is fresh.
         buckets: from `buckets.cut_step`, the same for every layer of a group.
         scratch: `[2, elements]`, at least `buckets.scratch_elements(...)`.
-        bounds: `[N, G, D, 2]` of the keys of pages, where some rows read chosen pages only.
+        bounds: `[N, G, D, 2]`, bounds of pages' keys, if some rows read only chosen pages.
 
     Returns:
         `[T, H, D]`, and the log-sum-exp `[T, H]`, empty unless asked for or needed for sinks.
@@ -113,7 +113,7 @@ def paged_attention(
             if sums is not None and return_lse:
                 lse[bucket.tokens] = sums.transpose(1, 2).flatten(0, 1)
     if sinks is not None:
-        # One more score in every sum, without a value.
+        # A sink is one more score in every sum, without a value.
         without, lse = lse, torch.logaddexp(lse, sinks.float())
         out = (out.float() * (without - lse).exp().unsqueeze(-1)).to(q.dtype)
     return out, lse
@@ -133,10 +133,10 @@ def _attend_bucket(
     scoring: Scoring,
     return_lse: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """Attention of one bucket's rows: `[n, H, new, D]`, and `[n, H, new]` if asked for.
+    """Attends for one bucket's rows: `[n, H, new, D]`, and the LSE `[n, H, new]` if asked for.
 
     Args:
-        front: what `cascade.attend_prefix` returned for all rows of the bucket's prefix.
+        front: the result of `cascade.attend_prefix` for all rows of the bucket's prefix.
     """
     pages = k_pages, v_pages, page_table
     queries = _by_row(q, bucket)
@@ -171,7 +171,7 @@ def _behind_prefix(
     front: tuple[Tensor, Tensor],
     scoring: Scoring,
 ) -> Tensor:
-    """Decoding rows' attention to what follows their prefix, merged with that to it."""
+    """Attends for decoding rows to tokens behind their prefix, and merges the prefix's part."""
     n, heads, _, dim = q.shape
     mask = None if bucket.lengths is None else _mask(bucket, 0, 1, scoring, q)
     own = cascade.attend(q.reshape(n, k.shape[1], -1, dim), k, v, mask, scoring.scale)
@@ -190,7 +190,7 @@ def _attend_chosen(
     scoring: Scoring,
     return_lse: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """Attention of decoding rows `[n, H, 1, D]` to the pages that their queries choose."""
+    """Attends for decoding rows, `[n, H, 1, D]`, to the pages that their queries choose."""
     size = k_pages.shape[2]
     ids = page_table[bucket.rows, : bucket.num_pages].long()
     lengths = np.full(bucket.count, bucket.length) if bucket.lengths is None else bucket.lengths
@@ -218,13 +218,13 @@ def _attend(
     scoring: Scoring,
     return_lse: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """Attention over plain tensors: `[n, H, new, D]`, and `[n, H, new]` if asked for."""
+    """Attends over plain tensors: `[n, H, new, D]`, and the LSE `[n, H, new]` if asked for."""
     scale, window = scoring.scale, scoring.window
     plain = scoring.plain and not return_lse
     limits = window is not None and bucket.new > 1 and bucket.length > window
     limits |= scoring.tree is not None
     if plain and bucket.new == 1:
-        # The H / G queries of a KV head as rows of one product: K and V are read once for them.
+        # The H / G queries of a KV head are rows of one product, which reads K and V once.
         n, heads, _, dim = q.shape
         rows = q.reshape(n, k.shape[1], heads // k.shape[1], dim)
         mask = None if bucket.lengths is None else _mask(bucket, 0, 1, scoring, q)
@@ -261,7 +261,7 @@ def _products(
     query: Tensor,
     token: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """Attention by explicit products in float32, where SDPA lacks a term, or has no LSE.
+    """Attends by explicit products in float32, if SDPA lacks a term or does not return the LSE.
 
     Args:
         query, token: as in `Scoring.scores`.
@@ -272,7 +272,7 @@ def _products(
 
     def attended(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         products = (rows @ k.float().transpose(2, 3)).view(n, groups, heads // groups, new, -1)
-        # Added, because that is several times faster than filling.
+        # The mask is added, because this is several times faster than filling.
         scores = scoring.scores(products, query, token).add_(mask.float().unsqueeze(2))
         lse = scores.logsumexp(-1)
         weights = scores.softmax(-1).view(n, groups, heads // groups * new, -1)
@@ -284,7 +284,7 @@ def _products(
 
 
 def _places(bucket: Bucket, start: int, stop: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Where queries `start..stop` are, `[n or 1, stop - start, 1]`, and all slots, `[length]`."""
+    """Returns places of queries `start..stop`, `[n or 1, stop - start, 1]`, and of all slots."""
     if not bucket.causal and bucket.lengths is None:
         query = torch.full((1, stop - start, 1), bucket.length - 1, device=device)
     elif bucket.lengths is None:
@@ -295,11 +295,11 @@ def _places(bucket: Bucket, start: int, stop: int, device: torch.device) -> tupl
 
 
 def _mask(bucket: Bucket, start: int, stop: int, scoring: Scoring, q: Tensor) -> Tensor:
-    """Hides from queries `start..stop` of a bucket what they must not see, by an additive mask.
+    """Makes an additive mask that hides slots from queries `start..stop` of a bucket.
 
     Returns:
-        `[n or 1, 1, stop - start, length]`. A row with nothing to see cannot occur: every query
-        sees at least itself.
+        `[n or 1, 1, stop - start, length]`. No row hides everything: every query sees at least
+        itself.
     """
     mask = bucket.masks.get((start, q.dtype)) if scoring.tree is None else None
     if mask is None:
@@ -310,6 +310,6 @@ def _mask(bucket: Bucket, start: int, stop: int, scoring: Scoring, q: Tensor) ->
         mask = torch.zeros(hidden.shape, dtype=q.dtype, device=q.device)
         mask.masked_fill_(hidden, -math.inf)
         if start == 0 and stop == bucket.new and tree is None:
-            # One block, of a mask that all layers have: worth keeping.
+            # The whole mask is one block, which all layers can use, so it is kept.
             bucket.masks[(start, q.dtype)] = mask
     return mask

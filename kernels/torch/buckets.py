@@ -1,7 +1,7 @@
-"""How the torch backend cuts a step: rows that are gathered and attended in one call.
+"""Cuts a step into buckets: rows that the torch backend gathers and attends in one call.
 
-Decided once a step, on the host, from lengths alone. Neighbouring rows share a bucket while their
-keys fit the cache of the processor together and little of it is padding.
+This is decided once a step, on the host, from lengths alone. Neighbouring rows share a bucket as
+long as their keys together fit into the processor's cache and little of the bucket is padding.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from torch import Tensor
 
 from pagedkv.kernels.prefixes import Ints, Prefix
 
-# One bucket's K and V, measured on 2 x AMD EPYC (1 MB L2, 32 MB L3), 9/3 heads of 64, fp32: 16
-# rows of 1024 take 2.4 ms in buckets of 6 MB and 4.0 ms in one go (2026-11-21, docs/kernels.md).
+# K and V of one bucket at most. On 2 x AMD EPYC (1 MB L2, 32 MB L3), 9/3 heads of 64, fp32, 16 rows
+# of 1024 take 2.4 ms in buckets of 6 MB and 4.0 ms in one (2026-11-21, docs/kernels.md).
 BUCKET_BYTES = 8 << 20
-# Padding that is still cheaper than one more call, as a share of the real tokens.
+# So much padding, as a share of the real tokens, is still cheaper than one more call.
 MAX_WASTE = 0.25
 
 
@@ -30,14 +30,14 @@ class Bucket:
         rows: the rows.
         tokens: their range of packed tokens.
         new: new tokens per row.
-        first_page, num_pages: table columns that hold what the rows may see.
+        first_page, num_pages: table columns with the slots that the rows may see.
         skip: leading slots of the first page that no row may see.
         length: slots attended, counted from `skip`; the longest row's if they differ.
-        lengths: each row's, if they differ.
-        fresh: the rows have no committed tokens, so that K and V at hand are all there is.
-        prefix: pages in front of these that the rows share with others, attended apart.
-        read: pages that each row and KV head reads of them, chosen by `select_pages.py`; 0 for all.
-        causal: whether a query sees nothing behind itself.
+        lengths: each row's length, if they differ.
+        fresh: whether the rows have no committed tokens, so that the call has all of their K and V.
+        prefix: pages in front, which the rows share with others and which are attended separately.
+        read: how many pages each row and KV head reads, chosen by `select_pages.py`; 0 for all.
+        causal: whether a query sees no token behind itself.
     """
 
     rows: slice
@@ -78,8 +78,8 @@ def cut_step(
         new: `[B]`, new tokens per row, at least 1.
         kv_lens: `[B]`, tokens per row including the new ones.
         token_bytes: K and V bytes of one token in one layer.
-        prefixes: what `prefixes.find_prefixes` found, for rows without a window.
-        exact: pages hold K and V as they were computed, so the step's own need not be read back.
+        prefixes: the result of `prefixes.find_prefixes`, for rows without a window.
+        exact: whether pages hold K and V as computed, so that a step's own need not be read back.
         read: pages that a row of one new token reads, if it has more; 0 for all. Without windows.
         causal: if not, every query sees all tokens of its row; without a window.
     """
@@ -88,7 +88,7 @@ def cut_step(
     for prefix in prefixes:
         begin[prefix.rows] = prefix.num_pages * page_size
     first_page = begin // page_size
-    skip = begin - first_page * page_size  # not masked but cut off: nobody may have written there
+    skip = begin - first_page * page_size  # cut off, not masked: these slots may be unwritten
     length = kv_lens - begin
     budget = max(1, BUCKET_BYTES // token_bytes)
     stops = np.cumsum(new).tolist()
@@ -125,7 +125,7 @@ def cut_step(
 
 
 def _front(rows: slice, num_pages: int, stops: list[int], page_size: int) -> Bucket:
-    """The bucket of a prefix: the pages of its first row, for the queries of all."""
+    """Makes the bucket of a prefix: the pages of its first row, for the queries of all rows."""
     return Bucket(
         rows=slice(rows.start, rows.start + 1),
         tokens=slice(stops[rows.start] - 1, stops[rows.stop - 1]),
@@ -146,10 +146,10 @@ Kind = tuple[int, int, Bucket | None, bool]
 def _extend(
     shape: list[tuple[Kind, int, bool]], start: int, budget: int, read: int | None
 ) -> tuple[int, bool, int]:
-    """How far a bucket that begins at `start` reaches, whether it is ragged, its longest row.
+    """Returns where a bucket that begins at `start` ends, whether it is ragged, its longest row.
 
     Args:
-        read: tokens that a row reads at most; None for all.
+        read: how many tokens a row reads at most; None for all.
     """
     kind, length, fresh = shape[start]
     longest = total = length
@@ -170,7 +170,7 @@ def _extend(
 
 
 def scratch_elements(buckets: list[Bucket], token_elements: int, page_size: int) -> int:
-    """Elements of K (or V) that the largest bucket, or prefix, gathers."""
+    """Counts the elements of K (or V) that the largest bucket, or prefix, gathers."""
     slots = [b.count * b.num_pages * page_size for b in buckets if not (b.fresh or b.read)]
     slots += [b.prefix.length for b in buckets if b.prefix is not None]
     return token_elements * max(slots, default=0)

@@ -1,8 +1,8 @@
-"""Rows that begin with the same pages attend to those together, and the two parts are merged.
+"""Attends to a shared prefix once for all its rows, and merges this with each row's own tokens.
 
-Each of n decoding rows would gather and read the same prefix again. Here it is gathered once, the
-queries of all rows are multiplied with it as one matrix, and each row's own tokens are attended
-apart; the log-sum-exp of the two parts says how to weigh them:
+Otherwise each of n decoding rows would gather and read the same prefix again. Here it is gathered
+once, and the queries of all rows are multiplied with it as one matrix. Each row attends to its own
+tokens separately, and the log-sum-exps of the two parts give their weights:
 
     out = out_own + sigmoid(lse_prefix - lse_own) * (out_prefix - out_own)
 
@@ -18,7 +18,7 @@ from .sdpa import attend_on_cpu
 
 
 def attend_prefix(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """The queries of n rows against one prefix that all of them see whole.
+    """Attends for the queries of n rows to one prefix that all of them see whole.
 
     Args:
         q: `[n, G, r, D]`, the r query heads of every KV head.
@@ -40,10 +40,10 @@ def attend(
     mask: Tensor | None,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
-    """Attention over plain tensors, and its natural log-sum-exp.
+    """Attends over plain tensors; returns also the natural log-sum-exp.
 
     Args:
-        q: `[n, G, r, D]`, every query sees every key that `mask` (additive) does not hide.
+        q: `[n, G, r, D]`; a query sees every key that the additive `mask` does not hide.
         k, v: `[n, G, s, D]`.
 
     Returns:
@@ -54,5 +54,5 @@ def attend(
 
 
 def merge(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> Tensor:
-    """The attention over two disjoint sets of keys, from the attention over each."""
+    """Computes the attention over two disjoint sets of keys from the attention over each."""
     return torch.lerp(out, other, torch.sigmoid(other_lse - lse).to(out.dtype))

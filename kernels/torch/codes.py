@@ -1,6 +1,6 @@
-"""The codes of a format, as its words and scales hold them: made of elements, and elements of them.
+"""Encodes elements as words and scales of a format, and decodes them.
 
-The torch backend runs these functions and the Triton kernels are held against them; `formats.py`
+The torch backend runs these functions, and the Triton kernels are compared with them; `formats.py`
 says what words and scales mean.
 """
 
@@ -15,14 +15,14 @@ FP16_MAX = 65504.0
 
 
 def encode(x: Tensor, format: Format, scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Codes `[..., P, D]` in any float dtype; P tokens are a page where channels have scales.
+    """Codes `[..., P, D]` in any float dtype; P tokens are a page if channels have scales.
 
     Args:
-        scale: the static one, `[G, 1, 1]`.
+        scale: the static scale, `[G, 1, 1]`.
 
     Returns:
         Words `[..., P, D / 2 or 4]` and scales: `[..., P]`, `[..., P, 2]` or `[..., D, 2]`; the
-        scale given if it is static.
+        given scale if it is static.
     """
     x = x.float()
     if format.code == "e4m3":
@@ -44,7 +44,7 @@ def encode(x: Tensor, format: Format, scale: Tensor | None = None) -> tuple[Tens
 
 
 def step_and_minimum(x: Tensor, axis: int, most: int = 15) -> Tensor:
-    """Scales of codes 0 to `most` along an axis, in the place of which come the two numbers.
+    """Returns the scales of codes 0 to `most`, step and minimum, over an axis, which is reduced.
 
     Returns:
         `[..., 2]` float16.
@@ -55,13 +55,13 @@ def step_and_minimum(x: Tensor, axis: int, most: int = 15) -> Tensor:
 
 
 def _divisor(scale: Tensor) -> Tensor:
-    """A scale of 0 (all elements are alike, or too small) makes codes of 0, not NaN."""
+    """Returns a scale's divisor: infinity for 0 (elements alike or tiny), which makes codes 0."""
     scale = scale.float()
     return scale.masked_fill(scale == 0, torch.inf)
 
 
 def _pack(codes: Tensor, bits: int) -> Tensor:
-    """Words of uint8 codes, split over the last axis."""
+    """Packs uint8 codes into words; a word has elements from each part of the last axis."""
     parts = codes.to(torch.int32).chunk(16 // bits, -1)
     words = parts[0].clone()
     for i, part in enumerate(parts[1:], 1):
@@ -72,24 +72,24 @@ def _pack(codes: Tensor, bits: int) -> Tensor:
 def decode(
     words: Tensor, scales: Tensor, format: Format, dtype: torch.dtype, out: Tensor | None = None
 ) -> Tensor:
-    """The values `[..., P, D]` that `encode` made words and scales of, in `dtype`.
+    """Decodes words and scales of `encode` to values `[..., P, D]`, in `dtype`.
 
     Args:
         scales: as `encode` returns them.
-        out: where to put them.
+        out: tensor that takes the values; made unless given.
     """
     width = words.shape[-1]
     if out is None:
         shape = *words.shape[:-1], format.per_word * width
         out = torch.empty(shape, dtype=dtype, device=words.device)
-    # Codes become float32 where the values will be, and are scaled in place: a temporary of whole
-    # words is a quarter as wide as one of values, or less.
+    # Codes become float32 in the place of the values, and are scaled there: a temporary of words is
+    # at most a quarter as wide as one of values.
     values = out if out.dtype == torch.float32 else torch.empty_like(out, dtype=torch.float32)
     for i, part in enumerate(values.split(width, -1)):
         part.copy_(_codes(words, i, format))
     if format.pairs:
         axis = -2 if format.scales == "channel" else -1
-        # Apart, because what is two elements away from its neighbour is scaled one by one.
+        # Made contiguous, because torch scales numbers with a stride of two one by one.
         step, least = scales.movedim(-1, 0).contiguous().float()
         values.mul_(step.unsqueeze(axis)).add_(least.unsqueeze(axis))
     elif format.static:
@@ -100,10 +100,10 @@ def decode(
 
 
 def _codes(words: Tensor, i: int, format: Format) -> Tensor:
-    """The codes of elements i of words, int16 or float16; e4m3 numbers are divided by 256."""
+    """Returns codes of words' elements i, int16 or float16; e4m3 numbers are divided by 256."""
     if format.code == "ranged":
         return (words >> (format.bits * i)).bitwise_and_(2**format.bits - 1)
-    # The byte comes to the top, and the sign is spread from there.
+    # The byte is moved to the top, so that a shift extends its sign.
     top = words if i else words << 8
     if format.code == "signed":
         # Flipping its highest bit turns a code + 128 into the code, as a signed byte.

@@ -1,12 +1,12 @@
-"""One token of the gated delta rule for each row of a step, which is how such layers decode.
+"""One token of the gated delta rule for each row of a step, as decoding needs it.
 
     S  <-  exp(gate) S
     S  <-  S + k (beta (v - k S))
     out =  q S
 
-S is a head's matrix `[Dk, Dv]`. It lies in the pool of its layer: a row reads it from the slot in
-which it was before the step, and writes it to the slot in which it will be. All arithmetic is
-float32; operations and their order are those of transformers' `torch_recurrent_gated_delta_rule`.
+S is a head's matrix `[Dk, Dv]`, in the pool of its layer: a row reads it from its slot before the
+step, and writes it to its slot after the step. All arithmetic is float32; operations and their
+order are those of transformers' `torch_recurrent_gated_delta_rule`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from .slots import check_tensors, read_slots, write_slots
 
-EPSILON = 1e-6  # below the root, where keys and queries are normalized
+EPSILON = 1e-6  # added under the root when keys and queries are normalized
 
 
 def delta_rule_step(
@@ -32,19 +32,19 @@ def delta_rule_step(
     normalize: bool = True,
     into: Tensor | None = None,
 ) -> Tensor:
-    """Moves the states of all rows on by a token.
+    """Advances the states of all rows by a token.
 
     Args:
-        q, k: `[B, Hk, Dk]`; value heads come in Hk groups that share a key head each.
+        q, k: `[B, Hk, Dk]`; value heads are in Hk groups, each of which shares a key head.
         v: `[B, Hv, Dv]`.
-        gate: `[B, Hv]`, logarithm of what is left of the state; `[B, Hv, Dk]`, of each row of it.
+        gate: `[B, Hv]`, logarithm of the state's decay; or `[B, Hv, Dk]`, for each row of it.
         beta: `[B, Hv]`, the share of v that is written.
         states: `[slots, Hv, Dk, Dv]` float32.
-        source: `[B]` int64, slots that are read; -1: the state is zero.
-        target: `[B]` int64, slots that are written, distinct and no source of another row; -1: the
-            state is not kept.
-        normalize: bring q and k to length 1 first, as all models do that are served.
-        into: pool that is written, if it is not `states`.
+        source: `[B]` int64, slots to read; -1: the state is zero.
+        target: `[B]` int64, slots to write, distinct and no source of another row; -1: the state is
+            not kept.
+        normalize: scale q and k to length 1 first, as all supported models do.
+        into: the pool to write, if it is not `states`.
 
     Returns:
         `[B, Hv, Dv]` in the dtype of v.

@@ -1,6 +1,6 @@
-"""Attention of one row's new tokens where K and V of its past are made block by block.
+"""Attention of new tokens if K and V of their past are made block by block.
 
-Behind a long past K and V of all tokens at once would not fit: each block is attended apart, and
+With a long past K and V of all tokens would not fit at once: each block is attended separately, and
 the parts are merged by their log-sum-exps. Every new token sees all of the past, so only the part
 over the new tokens themselves is masked.
 """
@@ -20,12 +20,12 @@ from .sdpa import attend, attend_on_cpu, without_cudnn
 def attend_row(
     q: Tensor, k: Tensor, v: Tensor, past: Iterable[tuple[Tensor, Tensor]], scale: float
 ) -> Tensor:
-    """Causal attention of new tokens over themselves and all that stands before them.
+    """Attends causally for new tokens to themselves and all tokens before them.
 
     Args:
-        q: `[n, H, q, D]`, the new tokens of n rows that are as long.
-        k, v: `[n, H, q, D]`, theirs; D of V may be less than that of K.
-        past: blocks `[n, H, s, D]` of K and V of what stands before.
+        q: `[n, H, q, D]`, the new tokens of n equally long rows.
+        k, v: `[n, H, q, D]`, of the new tokens; D of V may be less than that of K.
+        past: blocks `[n, H, s, D]` of K and V of the tokens before.
 
     Returns:
         `[n, H, q, D]`, D that of V.
@@ -44,9 +44,9 @@ def attend_row(
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-    """Attention `[n, H, q, D]`, and its natural log-sum-exp `[n, H, q, 1]` float32."""
+    """Returns attention `[n, H, q, D]`, and its natural log-sum-exp `[n, H, q, 1]` float32."""
     new, width = q.shape[2], v.shape[3]
-    if q.device.type == "cpu":  # whose kernel asks for a V as wide as K
+    if q.device.type == "cpu":  # its kernel needs V as wide as K
         wide = F.pad(v, (0, k.shape[3] - width))
         out, lse = attend_on_cpu(q, k, wide, scale, causal=causal)
         return out[..., :width], lse.unsqueeze(-1)

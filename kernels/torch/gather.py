@@ -19,7 +19,7 @@ def gather(
     bucket: Bucket,
     scratch: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """K and V of a bucket: `[n, G, length, D]` each, views of scratch; V may be a view of K."""
+    """Gathers K and V of a bucket: `[n, G, length, D]`, views of scratch; V may be a view of K."""
     k = _gather_half(k_pages, page_table, bucket, scratch[0])
     if is_view_of_k(k_pages, v_pages):
         return k, k[..., : v_pages.shape[3]]

@@ -1,10 +1,10 @@
 """Products with a matrix that was packed for a CPU before: a linear layer of few tokens.
 
-oneDNN multiplies by blocks. A matrix that is not packed is put into blocks in every call, which for
-few rows takes as long as the product. torch has operators for both halves, which it keeps for its
-own compiler: nowhere else are they named, and none is used before it was right in a small product.
-MKL has such operators as well: for float32 alone, in twice the memory, and they use their blocks
-only in calls of as many rows as these were made for.
+oneDNN multiplies by blocks. It puts an unpacked matrix into blocks in every call, which for few
+rows takes as long as the product. torch has undocumented operators for both halves, meant for its
+own compiler: only this file names them, and it tries them with small products before it uses them.
+MKL has such operators as well: only for float32, with twice the memory, and they use their blocks
+only in calls of as many rows as the blocks were made for.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from torch.nn import functional
 
 DTYPES = torch.float32, torch.bfloat16
 OPERATORS = "_reorder_linear_weight", "_linear_pointwise"
-ROWS = 16  # that blocks are chosen for; they serve any number of rows
+ROWS = 16  # rows for which blocks are chosen; they serve any number of rows
 TRIED = 33, 70, (1, 2, 17, 40)  # inputs, outputs and rows of the products that are tried
 
 
 @cache
 def why_not(dtype: torch.dtype) -> str | None:
-    """Why matrices of a dtype cannot be packed here; None where they can.
+    """Says why matrices of a dtype cannot be packed here; None if they can.
 
-    It packs a small one and compares products with exact ones, at the first call for a dtype.
+    The first call for a dtype packs a small matrix and compares products with exact ones.
     """
     if dtype not in DTYPES:
         names = " or ".join(str(one).removeprefix("torch.") for one in DTYPES)
@@ -35,20 +35,20 @@ def why_not(dtype: torch.dtype) -> str | None:
         return f"this torch has no operator mkldnn.{missing[0]}"
     try:
         is_right = _tried(dtype)
-    except (RuntimeError, TypeError, NotImplementedError) as error:  # another signature, say
+    except (RuntimeError, TypeError, NotImplementedError) as error:  # for example another signature
         return f"mkldnn.{OPERATORS[1]} failed: {next(iter(str(error).splitlines()), '')}"
     return None if is_right else f"mkldnn.{OPERATORS[1]} gave wrong products"
 
 
 @torch.no_grad()
 def pack(weight: Tensor) -> Tensor:
-    """`[outputs, inputs]` in the blocks that `product` reads; about as many bytes again."""
+    """Packs `[outputs, inputs]` in the blocks that `product` reads, with about as many bytes."""
     packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), ROWS)
     return packed
 
 
 def product(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
-    """`functional.linear` of `[..., inputs]` with a packed matrix; it has no gradient."""
+    """Computes `functional.linear` of `[..., inputs]` with a packed matrix; it has no gradient."""
     out: Tensor = torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
     return out
 
@@ -65,7 +65,7 @@ def _tried(dtype: torch.dtype) -> bool:
     for n in rows:
         for added in (None, bias):
             exact = functional.linear(x[:n].double(), weight.double(), _double(added))
-            # Of `inputs` products and a bias, each summed in float32, and the sum rounded once.
+            # The bound for `inputs` products and a bias, summed in float32, and rounded once.
             size = functional.linear(x[:n].double().abs(), weight.double().abs(), _size(added))
             bound = torch.finfo(dtype).eps * exact.abs() + (inputs + 1) * 2.0**-23 * size
             got = product(x[:n], packed, added)

@@ -1,6 +1,6 @@
-"""The torch backend's side of coded pages: write them, code staging pages and back, gather.
+"""The torch backend's functions for coded pages: write, code and decode staging pages, gather.
 
-`formats.py` says what words and scales mean; here they go in and out of pages.
+`formats.py` says what words and scales mean; this file writes and reads them in pages.
 """
 
 from __future__ import annotations
@@ -85,10 +85,10 @@ def read_pages(pages: Pages, ids: Tensor, dtype: torch.dtype, out: Tensor | None
 
     Args:
         ids: `[n]` int64.
-        out: where to put them.
+        out: tensor that takes the values; made unless given.
     """
     count = pages.data.shape[0]
-    # In a pool that grows the last pages may not exist, the first always does.
+    # Page 0 stands in for staging pages: in a growing pool it always exists, the last may not.
     coded = ids if pages.staging is None else ids.masked_fill(ids >= count, 0)
     words = _chosen(pages.data, coded)
     if pages.format.dense:
@@ -105,7 +105,7 @@ def read_pages(pages: Pages, ids: Tensor, dtype: torch.dtype, out: Tensor | None
 
 
 def _chosen(data: Tensor, ids: Tensor) -> Tensor:
-    """`data[ids]` of `[N, G, P, width]`, where a page is copied in one piece."""
+    """Returns `data[ids]` of `[N, G, P, width]`; copies each page in one piece if possible."""
     by_slot = data.transpose(1, 2)
     if by_slot.is_contiguous():
         return by_slot.index_select(0, ids).transpose(1, 2)

@@ -1,9 +1,9 @@
-"""How much attention each page gets from the last queries of its row: what policies rank by.
+"""Measures how much attention each page gets from its row's last queries, to rank pages by it.
 
     mass[b, c] = sum over queries, mean over heads, of softmax(q k^T * scale) over the slots of c
 
-Attention does not keep its weights, so the scores of these few queries are computed anew: all of
-them on the torch backend, on the Triton one what its decode kernel does not watch
+Attention does not keep its weights, so the scores of these few queries are computed anew: on the
+torch backend for all queries, on Triton for queries that its decode kernel does not watch
 (`triton/page_mass.py`).
 Bytes read per call: K of every slot of the rows watched.
 """
@@ -23,8 +23,8 @@ from pagedkv.kernels.sending import sent
 
 from . import page_coding as coded
 
-# K in float32 of the rows that are watched together. The number is that of `buckets.BUCKET_BYTES`,
-# for the same reason: gathered keys are read again from the processor's cache. Not measured here.
+# Bytes of float32 K of rows that are watched together: as many as `buckets.BUCKET_BYTES`, because
+# here, too, gathered keys are read again from the processor's cache. Not measured here.
 BATCH_BYTES = 8 << 20
 
 
@@ -37,7 +37,7 @@ def page_mass(
     queries: Ints,
     scoring: Scoring,
 ) -> Tensor:
-    """Attention mass of every page of every row of a step, whose keys were written.
+    """Measures the attention mass of every page of a step's rows; the step's keys are written.
 
     Args:
         q: `[T, H, D]`, the new tokens, row after row.
@@ -47,7 +47,7 @@ def page_mass(
             and how many of its last new tokens are watched.
 
     Returns:
-        `[B, columns]` float32; a row's sum is its `queries`, less what went to sinks.
+        `[B, columns]` float32; a row's sum is its `queries`, less the mass of sinks.
     """
     mass = q.new_zeros(page_table.shape, dtype=torch.float32)
     count, heads, size, dim = k_pages.shape
@@ -61,7 +61,7 @@ def page_mass(
         ids = page_table[at, :columns].clamp(0, count - 1).flatten()
         keys = _read(k_pages, ids).view(len(rows), columns * size, heads, dim)
         by_head = q[tokens].float().unflatten(2, (heads, -1)).permute(0, 2, 3, 1, 4).flatten(2, 3)
-        # Head by head, so that none of K is copied once more to be multiplied.
+        # Head by head, so that the products do not copy K once more.
         each = [by_head[:, g] @ keys[:, :, g].transpose(1, 2) for g in range(heads)]
         products = torch.stack(each, 1).unflatten(2, (-1, n))  # [b, G, r, n, slots]
         last = sent((kv_lens[rows] - n)[:, None] + np.arange(n), q.device)
@@ -75,7 +75,7 @@ def page_mass(
 
 
 def _read(k_pages: Tensor | Pages, ids: Tensor) -> Tensor:
-    """Keys of pages in float32: `[n, P, G, D]`, contiguous."""
+    """Returns keys of pages in float32: `[n, P, G, D]`, contiguous."""
     if isinstance(k_pages, Pages):
         return coded.read_pages(k_pages, ids, torch.float32).transpose(1, 2).float().contiguous()
     by_slot = k_pages.transpose(1, 2)
@@ -92,7 +92,7 @@ def _softmax(scores: Tensor, sinks: Tensor | None) -> Tensor:
 
 
 def _batches(queries: Ints, kv_lens: Ints, most: int) -> list[Ints]:
-    """Rows with as many queries, together while their longest one times their number is small."""
+    """Batches rows with equally many queries, while rows times the longest one is small."""
     batches: list[list[int]] = []
     longest = 0
     for row in np.lexsort((kv_lens, queries)).tolist():

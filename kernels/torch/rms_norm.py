@@ -1,4 +1,4 @@
-"""RMS norms in plain torch, and what any computation of them in float32 may give."""
+"""RMS norms in plain torch, and bounds for every computation of them in float32."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ import torch
 from torch import Tensor
 
 UNIT = 2.0**-24  # half of the distance from 1 to the next float32
-LEAST = 2.0**-118  # what is smaller may be lost
+LEAST = 2.0**-118  # smaller numbers may be lost
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, added: float, rounds: bool) -> Tensor:
-    """Each row divided by its root mean square, and weighted.
+    """Divides each row by its root mean square, and weights it.
 
     Args:
         x: `[..., width]`; computed in float32.
         weight: `[width]`.
-        eps: what is added to a mean square.
-        added: what is added to each weight.
+        eps: added to a mean square.
+        added: added to each weight.
         rounds: whether a row is rounded to its dtype before it is weighted.
     """
     wide = x.float()
@@ -28,12 +28,12 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, added: float, rounds: bool) 
 def bounds(
     x: Tensor, weight: Tensor, eps: float, added: float, rounds: bool
 ) -> tuple[Tensor, Tensor]:
-    """Least and most that `rms_norm` may give, in whatever order it sums.
+    """Returns the least and the most that `rms_norm` may give, for every order of its sums.
 
-    They come of float64. Rounding keeps order, so they are rounded where numbers between them are.
+    They are computed in float64. Rounding keeps order, so they are rounded where results are.
     """
     exact = x.double()
-    # A sum of n squares has n roundings at most, of which the root leaves half; 8 for the rest.
+    # A sum of n squares has at most n roundings, and the root halves them; 8 are for the rest.
     error = (exact.count_nonzero(-1)[..., None] / 2 + 8) * UNIT
     normed = exact * torch.rsqrt(exact.square().mean(-1, keepdim=True) + eps)
     least, most = _around(normed, normed, error)

@@ -1,13 +1,13 @@
 """Calls torch's attention kernels so that their errors do no harm.
 
-On a CPU the flash kernel returns zeros for a query of which every score is NaN, or every one minus
-infinity, or one infinity. A layer whose K or Q overflows would go unseen: what a prompt computed
-would be a number, and a later step's NaN. And any kernel multiplies a V that is no number with
-weights of 0: tokens would move rows that do not see them, and so what is kept of a prefix.
+On a CPU the flash kernel returns zeros for a query if all its scores are NaN, or all are minus
+infinity, or one is infinity. So the overflow of a layer's K or Q would stay hidden: a prompt would
+give numbers, and a later step NaN. And every kernel multiplies a V of NaN or infinity with weights
+of 0: tokens would change rows that do not see them, and with them stored prefixes.
 
-On compute capability 10.0 cuDNN's returns wrong numbers, without an error, when models with fewer
-than 8 KV heads decode (torch 2.13): a few tokens look right, long texts do not. So any kernel but
-cuDNN's may serve a call there.
+On compute capability 10.0 cuDNN's kernel returns wrong numbers, without an error, when models with
+fewer than 8 KV heads decode (torch 2.13): a few tokens look right, long texts do not. So cuDNN's
+kernel is switched off on all cards.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def attend(
     causal: bool = False,
     mask: Tensor | None = None,
 ) -> Tensor:
-    """Attention of `[n, H, new, D]` to K and V `[n, G, s, D]`; a mask is added to the scores."""
+    """Attends for `[n, H, new, D]` to K and V `[n, G, s, D]`; a mask is added to the scores."""
     plain = v.shape[3] == q.shape[3] and all(x.stride(3) == 1 for x in (q, k, v))
     if q.device.type == "cpu" and plain:
         return attend_on_cpu(q, k, v, scale, causal=causal, mask=mask)[0]
@@ -62,7 +62,7 @@ def attend_on_cpu(
     """Runs scaled_dot_product_attention's CPU kernel, and returns its log-sum-exp as well.
 
     Returns:
-        `[n, H, new, D]`, NaN where a query sees no number, and the log-sum-exp `[n, H, new]`.
+        `[n, H, new, D]`, NaN if all scores of a query are NaN, and the log-sum-exp `[n, H, new]`.
     """
 
     def attended(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -83,12 +83,12 @@ def attend_on_cpu(
 
 
 def _told(lse: Tensor) -> Tensor:
-    """Where it is no 0: that it says of queries without numbers, and rarely of another one."""
+    """Where a log-sum-exp is sure: 0 stands for queries without numbers, and rarely for others."""
     return lse.isfinite() & (lse != 0)
 
 
 def is_fine(out: Tensor) -> bool:
-    """Whether all is numbers; on other devices than a CPU nobody waits for the answer."""
+    """Whether all results are finite; True on other devices than a CPU, to avoid a wait."""
     return out.device.type != "cpu" or bool(out.sum(dtype=torch.float32).isfinite())
 
 
@@ -99,12 +99,12 @@ def unmoved(
     mask: Tensor | None,
     causal: bool = False,
 ) -> tuple[Tensor, Any]:
-    """Attention that tokens do not move which a query does not see, if it sees numbers alone.
+    """Attends so that hidden tokens never change a query that sees only finite numbers.
 
-    A weight of 0 does not hide a value that is no number, and a mask that is added no such score.
+    A weight of 0 does not hide a NaN or infinite value, nor does an added mask hide such a score.
 
     Args:
-        attended: what is computed of K and V: `[n, H, new, D]`, and perhaps the log-sum-exp.
+        attended: computes `[n, H, new, D]`, and perhaps the log-sum-exp, from K and V.
     """
     out, lse = found = attended(k, v)
     bad_k, bad_v = (~x.isfinite() for x in (k, v))
@@ -118,7 +118,7 @@ def unmoved(
 
 
 def _seen(which: Tensor, heads: int, mask: Tensor | None, causal: bool) -> Tensor:
-    """Whether queries see some of the tokens `[n, G, s]`: `[n, H, new or 1]`."""
+    """Whether queries see one of the tokens `which`, `[n, G, s]`: `[n, H, new or 1]`."""
     if mask is not None:
         seen = (which.unsqueeze(2) & (mask > -torch.inf)).any(-1)
     else:
@@ -152,8 +152,8 @@ _without_cudnn = _WithoutCudnn()
 
 
 def without_cudnn(device: torch.device) -> AbstractContextManager[object]:
-    """Returns the context in which `scaled_dot_product_attention` is called on a device."""
+    """Returns the context for calls of `scaled_dot_product_attention` on a device."""
     if device.type != "cuda":
         return nullcontext()
-    # A compiler knows how to trace torch's own switch, and no lock.
+    # A compiler can trace torch's own switch, but no lock.
     return sdpa_kernel(OTHERS) if torch.compiler.is_compiling() else _without_cudnn

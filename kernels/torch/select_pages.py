@@ -1,16 +1,16 @@
-"""Reading only the pages that matter to a query: bounds of a page's keys, and the choice by them.
+"""Reads only the pages that matter to a query: computes bounds of a page's keys, and chooses pages.
 
 A page keeps, for every KV head and channel, the smallest key and a fifteenth of the range up to the
-largest: the step and minimum of `int4_channel`, whose scales serve as they are. For a query q no
-key of the page scores more than
+largest: these are the step and minimum of `int4_channel`, whose scales are used directly. For a
+query q no key of the page scores more than
 
     sum over channels of max(q * smallest, q * largest)
 
-so the pages with the largest bounds are read, always with the first and the newest ones, and a
-fixed number of them: nothing depends on lengths, so the choice can be part of a captured graph.
-Nothing is freed. After Quest (arXiv 2406.10774), with one list for the query heads of a KV head.
+so the pages with the largest bounds are read, always with the first and the newest ones. Their
+number is fixed and does not depend on lengths, so a captured graph can choose pages. No page is
+freed. After Quest (arXiv 2406.10774), with one list for the query heads of a KV head.
 
-Bytes moved a row: 4 x D for every page and KV head, then K and V of the pages chosen.
+Bytes moved a row: 4 x D for every page and KV head, then K and V of the chosen pages.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from pagedkv.kernels.formats import Pages
 from .codes import FP16_MAX, step_and_minimum
 from .page_coding import read_pages
 
-LARGEST = 0x7F7FFFFF  # the bits of the largest float32; those before it are of the next ones
-NEWEST = 2  # pages that are always read: the one being written, and the one before
+LARGEST = 0x7F7FFFFF  # the bits of the largest float32; numbers below are the next smaller ones
+NEWEST = 2  # last pages that are always read: the one being written, and the one before
 
 
 def page_bounds(keys: Tensor) -> Tensor:
-    """Step and minimum of every channel: `[n, G, P, D]` complete pages to `[n, G, D, 2]`.
+    """Returns step and minimum of every channel, `[n, G, D, 2]`, of complete pages `[n, G, P, D]`.
 
-    NaN for keys that halves do not bound.
+    They are NaN if halves cannot bound the keys.
     """
     bounds = step_and_minimum(keys, -2)
     return bounds.masked_fill_(bounds.abs() == FP16_MAX, math.nan)
@@ -41,21 +41,21 @@ def page_bounds(keys: Tensor) -> Tensor:
 def score_columns(
     q: Tensor, bounds: Tensor, page_ids: Tensor, lens: Tensor, page_size: int
 ) -> Tensor:
-    """How much a page can matter at most to the query heads of each KV head: `[n, G, m]` float32.
+    """Bounds the scores of pages for the query heads of each KV head: `[n, G, m]` float32.
 
     Args:
         q: `[n, H, D]`, one query a row.
-        bounds: `[N, G, D, 2]`; what those of the first and the newest pages say does not matter.
-        page_ids: `[n, m]`, of each row's pages.
+        bounds: `[N, G, D, 2]`; the bounds of the first and the newest pages are ignored.
+        page_ids: `[n, m]`, the ids of each row's pages.
         lens: `[n]`, tokens of each row; at least 1.
 
     Returns:
-        Infinity for the first and the newest pages, minus infinity for those behind a row's end.
-        Pages for which some head has no bound that is a number stand above all that have one, and
-        above those of later columns.
+        Infinity for the first and the newest pages, minus infinity for pages behind a row's end.
+        A page whose bound is not finite for some head ranks above all pages with finite bounds, and
+        above such pages in later columns.
     """
     n, _, dim = q.shape
-    empty = (page_ids < 0) | (page_ids >= bounds.shape[0])  # nothing there, or staging pages
+    empty = (page_ids < 0) | (page_ids >= bounds.shape[0])  # no page, or a staging page
     span = bounds[page_ids.masked_fill(empty, 0)].float()  # [n, m, G, D, 2]
     step, low = span.permute(0, 2, 3, 1, 4).unbind(-1)  # [n, G, D, m]
     by_head = q.view(n, bounds.shape[1], -1, dim).float()
@@ -69,9 +69,9 @@ def score_columns(
 
 
 def choose_columns(scores: Tensor, count: int) -> Tensor:
-    """The `count` columns of the highest scores `[n, G, m]`, in ascending order: int64.
+    """Returns the `count` columns with the highest scores `[n, G, m]`, ascending, int64.
 
-    Rows of fewer pages get all of them, and columns behind their end.
+    Rows with fewer pages get all of them, and columns behind their end.
     """
     return scores.topk(count, -1).indices.sort(-1).values
 
@@ -79,13 +79,13 @@ def choose_columns(scores: Tensor, count: int) -> Tensor:
 def read_chosen(
     pages: Tensor | Pages, page_ids: Tensor, columns: Tensor, hidden: Tensor, dtype: torch.dtype
 ) -> Tensor:
-    """K or V of the pages chosen: `[n, G, count * P, D]`, a copy.
+    """Copies K or V of chosen pages: `[n, G, count * P, D]`.
 
     Args:
         page_ids: `[n, m]`.
-        columns: `[n, G, count]`, of which the first one is 0.
-        hidden: `[n, G, count * P]`, slots that are not read: what nobody wrote may be NaN. In their
-            place comes something finite.
+        columns: `[n, G, count]`; the first one is 0.
+        hidden: `[n, G, count * P]`, slots that are not read, because unwritten ones may be NaN: the
+            result has finite numbers there.
     """
     n, groups, _ = columns.shape
     ids = page_ids[:, None].expand(n, groups, -1).gather(2, columns).clamp(min=0)
@@ -96,7 +96,7 @@ def read_chosen(
         ]
         return torch.cat(heads, 1).masked_fill_(hidden.unsqueeze(-1), 0)
     _, _, size, dim = pages.shape
-    # Rows of D elements, wherever pages, heads and slots have them: copied one by one, they are
+    # Copies rows of D elements one by one, with any layout of pages, heads and slots: this is
     # several times faster than an index of pages and heads.
     *strides, _ = pages.stride()
     unit = min(strides)
@@ -105,13 +105,13 @@ def read_chosen(
     many = 1 + sum(end * step for end, step in zip(ends, (page, head, slot)))
     of_head = head * torch.arange(groups, device=ids.device)[:, None, None]
     rows = ids[..., None] * page + of_head + slot * torch.arange(size, device=ids.device)
-    # The first slot of a text is always written; for a hidden one it is as good as any.
+    # A hidden slot reads the text's first slot instead, which is always written.
     rows = torch.where(hidden, rows[..., :1, 0], rows.flatten(2))
     chosen = pages.as_strided((many, dim), (unit, 1)).index_select(0, rows.flatten())
     return chosen.view(n, groups, -1, dim)
 
 
 def slots_of(columns: Tensor, page_size: int) -> Tensor:
-    """Where in its row each slot of the pages chosen is: `[n, G, count * P]`."""
+    """Returns the place in its row of each slot of the chosen pages: `[n, G, count * P]`."""
     slot = columns[..., None] * page_size + torch.arange(page_size, device=columns.device)
     return slot.flatten(2)

@@ -1,11 +1,11 @@
 """One token of a short causal convolution for each row of a step.
 
-Each channel has a filter of its own over its last F inputs, which are its state:
+Each channel has its own filter over its last F inputs, which are its state:
 
     inputs  <-  inputs[1:], x
     out      =  silu(weight inputs + bias)
 
-They lie in the pool of their layer, in slots that are read and written as those of `delta_rule.py`.
+The inputs are in the pool of their layer, in slots that are read and written as in `delta_rule.py`.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ def convolution_step(
     silu: bool = True,
     into: Tensor | None = None,
 ) -> Tensor:
-    """Moves the states of all rows on by a token.
+    """Advances the states of all rows by a token.
 
     Args:
         x: `[B, C]`.
         states: `[slots, C, F]` in the dtype of x.
         weight, bias: `[C, F]` and `[C]`.
-        source: `[B]` int64, slots that are read; -1: the state is zero.
-        target: `[B]` int64, slots that are written, distinct and no source of another row; -1: the
-            state is not kept.
-        silu: whether the sum goes through it.
-        into: pool that is written, if it is not `states`.
+        source: `[B]` int64, slots to read; -1: the state is zero.
+        target: `[B]` int64, slots to write, distinct and no source of another row; -1: the state is
+            not kept.
+        silu: whether SiLU is applied to the sum.
+        into: the pool to write, if it is not `states`.
 
     Returns:
         `[B, C]` in the dtype of x; sums are float32.

@@ -1,4 +1,4 @@
-"""Slots of a pool of states, as the kernels of one token read and write them."""
+"""Reads and writes slots of a pool of states, for the kernels of one token."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ Expected = tuple[Tensor, tuple[int, ...], torch.dtype | None]  # a shape and, if
 
 
 def read_slots(pool: Tensor, source: Tensor) -> Tensor:
-    """The states in slots `[B]`, zeros for slot -1: `[B, *shape]` of a pool `[slots, *shape]`."""
+    """Reads states `[B, *shape]` from slots `[B]` of a pool `[slots, *shape]`; -1 gives zeros."""
     states, found = pool.new_zeros(len(source), *pool.shape[1:]), source >= 0
     states[found] = pool[source[found]]
     return states
 
 
 def write_slots(pool: Tensor, target: Tensor, states: Tensor) -> None:
-    """Replaces the states in slots `[B]`; one for slot -1 is not kept."""
+    """Replaces the states in slots `[B]`; drops a state for slot -1."""
     kept = target >= 0
     pool[target[kept]] = states[kept]
 
 
 def check_tensors(like: str, tensor: Tensor, expected: dict[str, Expected]) -> None:
-    """Raises ValueError or TypeError for the first that is not as expected.
+    """Raises ValueError or TypeError for the first tensor that is not as expected.
 
     Args:
-        like: the name of `tensor`, on whose device all have to be.
+        like: the name of `tensor`, on whose device all must be.
     """
     device = tensor.device
     for name, (each, shape, dtype) in expected.items():
