@@ -1,8 +1,8 @@
 """The formats of K and V, as data for all code that holds, counts, moves or reads pages.
 
-A format is one `Format`, and a choice of a user's a pair of them in `KV_FORMATS`. The arithmetic
-is where tensors are: `torch/codes.py` and `triton/codes.py` make codes of elements and elements of
-codes. Nothing here imports torch or Triton, so configurations and plans can be made of it.
+A format is one `Format`; a user chooses a pair of them in `KV_FORMATS`. The arithmetic is
+elsewhere: `torch/codes.py` and `triton/codes.py` make codes of elements, and elements of codes.
+Nothing here imports torch or Triton, so that configurations and plans can use it.
 
 A page tensor of a format consists of words and scales. Words are int16 and hold several elements
 of one token, split over its head dim, so that unpacking a row of words gives contiguous runs of
@@ -38,24 +38,24 @@ if TYPE_CHECKING:
 WORD_BITS = 16
 
 
-@dataclass(frozen=True, eq=False)  # one object each: hashed at every launch, as fast as can be
+@dataclass(frozen=True, eq=False)  # equal if the same object: hashed at every launch
 class Format:
     """How K, or V, is kept.
 
-    Triton's caches know a kernel by all fields of its formats, because it is compiled for them.
+    Triton's caches find a kernel by all fields of its formats, because it is compiled for them.
 
     Attributes:
         name: what pages, kernels and errors call it.
-        kv_format: the key of `KV_FORMATS` that it is a half of.
+        kv_format: the key of `KV_FORMATS` whose pair has it.
         code: what codes are: `e4m3` numbers; `signed`, x = scale * code; `ranged`, x = step * code
             + minimum; empty for elements in the dtype of the model.
-        bits: of a code; 0 without codes.
-        scales: what has one of its own: each `head`, for good (*static*), each `token`, or each
-            `channel` of a page, which is coded as a whole then; empty without scales.
+        bits: bits of a code; 0 without codes.
+        scales: what has a scale of its own: each `head`, for good (*static*), each `token`, or each
+            `channel` of a page, which is then coded as a whole; empty without scales.
         staged: pages that are not complete are staging pages.
-        bias: of the exponents of codes that are floats.
-        largest: of a code that is a number; 0 where scales make all of them fit.
-        no_number: a word of codes that are none; 0 where every code is a number.
+        bias: the bias of exponents, if codes are floats.
+        largest: the largest number that a code can be; 0 if scales make all numbers fit.
+        no_number: a word of codes that are NaN; 0 if every code is a number.
     """
 
     name: str
@@ -88,7 +88,7 @@ class Format:
 
     @property
     def per_word(self) -> int:
-        """Elements of a word; 1 if dense, where the elements take the place of words."""
+        """Elements of a word; 1 if dense, because elements then take the place of words."""
         return 1 if self.dense else WORD_BITS // self.bits
 
     @property
@@ -114,7 +114,7 @@ class Format:
         """Bytes of a page and head, with the scales that belong to a page.
 
         Args:
-            itemsize: of an element in the dtype of the model.
+            itemsize: bytes of an element in the dtype of the model.
         """
         if self.dense:
             return page_size * head_dim * itemsize
@@ -128,7 +128,7 @@ INT8 = Format("int8", "int8", "signed", 8, "token")
 INT4_TOKEN = Format("int4_token", "int4", "ranged", 4, "token", staged=True)
 INT4_CHANNEL = Format("int4_channel", "int4", "ranged", 4, "channel", staged=True)
 
-# What `kv_format` may say, and the formats of K and of V that it means.
+# The values that `kv_format` may have, and the formats of K and of V that each means.
 KV_FORMATS = {
     "dense": (DENSE, DENSE),
     "fp8": (FP8, FP8),

@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 class Like(NamedTuple):
-    """The properties in which a tensor of another layer must be alike."""
+    """The properties that another layer's tensor must share."""
 
     shape: torch.Size
     strides: tuple[int, ...]
@@ -22,7 +22,7 @@ class Like(NamedTuple):
         return cls(tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
 
     def fits(self, tensor: Tensor) -> bool:
-        """Whether a tensor can take the place of that one, without gradients or a lazy minus."""
+        """Whether a tensor has this layout, and neither gradients nor a lazy minus."""
         return (
             tensor.__class__ is Tensor
             and tensor.shape == self.shape

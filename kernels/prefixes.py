@@ -10,8 +10,8 @@ import numpy.typing as npt
 
 Ints = npt.NDArray[np.int64]
 
-# Bytes of K and V a layer must be spared for the second call to be worth its time, measured on 2 x
-# AMD EPYC, 9/3 heads of 64, fp32 (2026-11-21, docs/kernels.md).
+# Bytes of K and V that a layer must be spared for the second call to be worth its time, measured on
+# 2 cores of an AMD EPYC, 9/3 heads of 64, fp32 (2026-11-21, docs/kernels.md).
 WORTH_BYTES = 1 << 19
 
 
@@ -35,14 +35,14 @@ def find_prefixes(
     token_bytes: int,
     worth_bytes: int | None = None,
 ) -> list[Prefix]:
-    """Runs of decoding rows that share enough of their first pages, in order.
+    """Finds runs of decoding rows that share enough of their first pages, in order.
 
     Args:
         new: `[B]`, new tokens per row.
         kv_lens: `[B]`, tokens per row, the new ones included.
         page_table: `[B, max_pages]`, on the host.
         token_bytes: K and V bytes of one token in one layer.
-        worth_bytes: of K and V that a layer must be spared; default `WORTH_BYTES`.
+        worth_bytes: bytes of K and V that a layer must be spared; default `WORTH_BYTES`.
     """
     # A page that a row may write to is no prefix, nor is any page of a row with more new tokens.
     full = np.where(new == 1, (kv_lens - 1) // page_size, 0)
@@ -53,9 +53,9 @@ def find_prefixes(
 
 
 def _common(page_table: Ints, most: Ints) -> Ints:
-    """Leading pages that each row shares with the next, no more than `most[i]` of rows i and i + 1.
+    """Counts leading pages that rows i and i + 1 share, for each i, up to `most[i]`.
 
-    Only rows that were alike so far are looked at further on, so long tables cost what they share.
+    Only rows that were alike so far are compared further, so long tables cost what they share.
     """
     common = np.zeros(len(most), np.int64)
     pairs = np.flatnonzero((most > 0) & (page_table[1:, 0] == page_table[:-1, 0]))
@@ -71,12 +71,12 @@ def _common(page_table: Ints, most: Ints) -> Ints:
 
 
 def _runs(common: list[int], worth: int) -> list[Prefix]:
-    """The run that spares most, then the same on both sides of it, until none is worth it.
+    """Finds the run that spares most, then others on both sides of it, until none is worth it.
 
-    `common[i]` are the pages rows i and i + 1 share. A run is a rectangle under these: its width
-    are the rows that need not gather, its height the pages.
+    `common[i]` counts the pages that rows i and i + 1 share. A run is a rectangle under these
+    counts: its width is the rows that need not gather, its height the pages.
     """
-    # No run crosses a zero, so what lies between two of them is searched by itself.
+    # No run crosses a zero, so each range between two zeros is searched by itself.
     borders = [-1, *(i for i, pages in enumerate(common) if not pages), len(common)]
     left = [(a + 1, b) for a, b in pairwise(borders) if b > a + 1]
     found = []

@@ -1,8 +1,8 @@
 """The mathematics, on one page: a plain-torch twin of every launcher.
 
-Slow and obvious on purpose. Tests hold the other implementations against these functions; pass
-float64 tensors for the truth. Shapes and symbols are those of `docs/notation.md`; page tensors are
-logical `[N, G, P, D]`, whatever lies behind their strides.
+Slow and obvious on purpose. Tests compare the other implementations with these functions; float64
+tensors give the truth. Shapes and symbols are those of `docs/notation.md`; page tensors are logical
+`[N, G, P, D]`, whatever their strides are.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ def write_kv(
 ) -> None:
     """Writes token t of `k` and `v` `[T, G, D]` to slot `slots[t]`, in place; -1 writes nothing.
 
-    Where there are staging pages, only slots of theirs are written: pages of the others are written
-    whole, by `write_pages` and `encode_pages`. V's pages may be the first columns of K's.
+    If there are staging pages, only their slots are written: coded pages are written whole, by
+    `write_pages` and `encode_pages`. V's pages may be the first columns of K's.
     """
     for new, pages in ((k, Pages.of(k_pages)), (v, Pages.of(v_pages))):
         count, _, page_size, _ = pages.data.shape
@@ -80,7 +80,7 @@ def write_pages(
 
 
 def decode_pages(k_pages: Pages, v_pages: Pages, source: Tensor, target: Tensor) -> None:
-    """Brings coded pages of all layers back, in place: `target[i]` becomes what `source[i]` says.
+    """Decodes pages of all layers, in place: page `target[i]` gets the values of `source[i]`.
 
     Args:
         k_pages, v_pages: as in `encode_pages`.
@@ -138,7 +138,7 @@ def gather_pages(
     end: int,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """The tokens in slots `begin..end` of a row of pages: `[end - begin, G, D]`, a copy.
+    """Copies the tokens in slots `begin..end` of a row of pages: `[end - begin, G, D]`.
 
     Args:
         dtype: what they are decoded into; default that of the pages.
@@ -175,8 +175,8 @@ def paged_attention(
         kv_lens: `[B]`, int, tokens. Counts the new ones.
         query_start_loc: `[B + 1]`, int.
         sinks: `[H]`, a score per head that takes its share of the weights and has no value.
-        alibi_slopes: `[H]`; a token d tokens in front of the query has slope * d less.
-        distance_bias: `[T, H, n]`, what such a token has more; nothing from n on.
+        alibi_slopes: `[H]`; the score of a token d places in front of the query is slope * d less.
+        distance_bias: `[T, H, n]`, what such a score is more; nothing from n places on.
         tree: `[T]` int64. Bit d of a query says whether it sees the token d places in front of it,
             for d below 63; it sees all that are farther. There is no window then, and no bias.
         causal: if not, every query sees all tokens of its row; there are no terms by distance then.

@@ -1,9 +1,9 @@
 """How a score is made of a query and a key: the terms, as data, for every backend.
 
-`reference.paged_attention` says what each term means. What else is known of one stands here: what a
+`reference.paged_attention` says what each term means. Everything else about a term is here: what a
 caller may give, what plain torch does with it, and what kernels are compiled for and given at run
-time. What kernels do with it stands in `triton/attend.py`. They take the window by itself, because
-they choose tiles by it, and within a tuple Triton would compile anew for some values.
+time. `triton/attend.py` has what kernels do with it. They get the window as an argument of its own,
+because they choose tiles by it, and for some integers in a tuple Triton would compile anew.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Scoring(NamedTuple):
     @property
     def plain(self) -> bool:
         """Whether torch's own attention makes such scores by itself, given a mask."""
-        # It scales its mask along: minus infinity times 0 is NaN, times -1 what all would look at.
+        # It scales its mask, too: minus infinity times 0 is NaN, times -1 it draws all weight.
         terms = self.softcap is not None or self.sinks is not None or self.is_biased
         return self.scale > 0 and not terms
 
@@ -52,14 +52,14 @@ class Scoring(NamedTuple):
     def tensors(self) -> tuple[tuple[str, Tensor], ...]:
         """The terms that are tensors, each behind its name."""
         if self.sinks is None and self.tree is None and not self.is_biased:
-            return ()  # what most layers ask for
+            return ()  # the usual case
         terms = zip(self._fields[3:], self[3:])
         return tuple((name, term) for name, term in terms if term is not None)
 
     # ------------------------------------------------------------------ what a caller gives
 
     def checked(self, q: Tensor, window: int | None) -> Scoring:
-        """A caller's terms as the numbers they stand for, in a layer of this window.
+        """Checks a caller's terms, and returns them as numbers, with the window of the layer.
 
         Args:
             q: `[T, H, D]`.
@@ -86,25 +86,25 @@ class Scoring(NamedTuple):
             _check_tree(tree, q)
             if self.is_biased:
                 raise ValueError("tree: expected None with a bias by distance")
-        # Kernels read memory, where a lazy minus has not been taken.
+        # Kernels read memory, to which a lazy minus has not been applied.
         terms = (None if x is None else x.resolve_neg() for x in (sinks, slopes, bias, tree))
         return Scoring(scale, window, softcap, *terms)
 
     def check_served(self, q: Tensor) -> None:
-        """Raises for terms that kernels cannot compute, or read; `launch.py` knows of alignment."""
+        """Raises for terms that kernels cannot compute, or read; `launch.py` checks alignment."""
         if self.softcap is not None and not SOFTCAPS[0] <= self.softcap <= SOFTCAPS[1]:
             raise NotImplementedError(
                 f"softcap: expected {SOFTCAPS[0]} to {SOFTCAPS[1]}, got {self.softcap}; "
                 "backend='torch' takes any"
             )
         for name, term in self.tensors:
-            if term is not self.tree:  # whose check is that of a caller's
+            if term is not self.tree:  # `checked` has checked it
                 _check_contiguous(name, term, q)
 
     # ------------------------------------------------------------------ in plain torch
 
     def scores(self, products: Tensor, query: Tensor, token: Tensor) -> Tensor:
-        """Scores of products of queries and keys, also of those that a query does not see.
+        """Makes scores of products of queries and keys, also for keys that a query does not see.
 
         Args:
             products: `[n, G, r, q, s]` float32, of the r query heads of a KV head; overwritten.
@@ -129,13 +129,13 @@ class Scoring(NamedTuple):
         """Returns which tokens a query does not see, by the places of both.
 
         Args:
-            sees: of each query its bits of the tree.
+            sees: each query's bits of the tree.
         """
         hidden = token > query
         if sees is not None:
             back = query - token
             lacks = (sees >> back.clamp(0, FARTHEST)) & 1 == 0
-            hidden = hidden | (lacks & (back < FARTHEST))  # larger: rows alike have their own trees
+            hidden = hidden | (lacks & (back < FARTHEST))  # not in place: rows' trees enlarge it
         if self.window is not None:
             hidden |= token <= query - self.window
         return hidden
@@ -146,7 +146,7 @@ class Scoring(NamedTuple):
     def kind(self) -> ScoringKind:
         """Returns the part of it that a kernel is compiled for."""
         if self.window is None and self.softcap is None and not self.tensors:
-            return ONLY_SCALED  # what most layers ask for; to make one takes longer
+            return ONLY_SCALED  # the usual case; making one takes longer
         terms = self.window is not None, self.softcap is not None
         sinks, slopes, bias = (None if term is None else term.dtype for term in self[3:6])
         reach = 0, False
@@ -166,7 +166,7 @@ class Scoring(NamedTuple):
 
 
 class ScoringKind(NamedTuple):
-    """The terms that scores have; of tensors their dtype.
+    """The terms that scores have; for tensors their dtype.
 
     Attributes:
         distances: how many a `distance_bias` has; 0 without one.
@@ -246,7 +246,7 @@ def _check_tree(tree: Tensor, q: Tensor) -> None:
 
 
 def _check_contiguous(name: str, term: Tensor, q: Tensor) -> None:
-    """Raises unless a kernel finds a term's numbers side by side, of all queries or of each."""
+    """Raises unless a term is contiguous, or is one for all queries and expanded over them."""
     own = term.shape == q.shape[1:2] if term.ndim == 1 else term.shape[:2] == q.shape[:2]
     by_head = term.ndim == 3 and term.stride(0) == 0 and term[0].is_contiguous()
     if not own or not (term.is_contiguous() or by_head):

@@ -1,6 +1,6 @@
 """Sends numbers that the host has made to a device, and waits for nothing.
 
-A copy out of memory that is not pinned waits for all that the device was asked for before.
+A copy out of memory that is not pinned waits for all earlier work of the device.
 """
 
 from __future__ import annotations
