@@ -1,11 +1,11 @@
 """Compiles kernels before they are launched, on all cores, into Triton's cache on disk.
 
-What was noted down by `launch.noted` says which. Processes of their own compile the list, without
-the device, and a launch finds the results in the cache, because its key is made of the kernel's
-source, the types and constants it is compiled for, the options, the architecture, Triton's own
-files, what ptxas prints as its version, and a few environment variables; nothing of it comes from a
-device. PTX and cubin lie under one key: another ptxas or build of Triton makes both anew, so a
-cache is not worth carrying from one to the other.
+The launches that `launch.noted` notes down say which kernels. Processes of their own compile the
+list, without the device, and a launch finds the results in the cache. The cache's key is made of
+the kernel's source, the types and constants it is compiled for, the options, the architecture,
+Triton's own files, the version that ptxas prints, and a few environment variables; nothing of it
+comes from a device. PTX and cubin have one key: another ptxas or build of Triton makes both anew,
+so a cache is not worth carrying from one to the other.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ SLOW = (
     "_prefill",
     "_decode",
 )  # compiled first, so that no core is left with one at the end
-NO_CHIP = Chip(0, 0, 0, 0)  # to compile for, which asks for nothing of it
+NO_CHIP = Chip(0, 0, 0, 0)  # for compiling, which reads none of its limits
 
 
 class Job(NamedTuple):
     """One kernel to compile; all of it can be sent to another process.
 
     Attributes:
-        args: dtypes stand for tensors, and one number for all of a type.
+        args: a dtype stands for a tensor, and one number for all numbers of its type.
     """
 
     module: str
@@ -79,7 +79,7 @@ def jobs_of(launches: Iterable[Launch]) -> list[Job]:
 
 
 class Grid(NamedTuple):
-    """All of a tensor descriptor that a kernel is compiled for, and its class."""
+    """The fields of a tensor descriptor that a kernel is compiled for, and its class."""
 
     descriptor: type
     dtype: torch.dtype
@@ -93,7 +93,7 @@ class Grid(NamedTuple):
 
 
 def _kind(arg: Any, param: Any) -> Any:
-    """All of an argument that a kernel is compiled for."""
+    """Returns the part of an argument that a kernel is compiled for."""
     if hasattr(arg, "block_shape"):
         return Grid(type(arg), arg.base.dtype, tuple(arg.block_shape), arg.layout)
     if isinstance(arg, Terms):
@@ -108,7 +108,7 @@ def _kind(arg: Any, param: Any) -> Any:
 
 
 def _standing(arg: Any) -> Any:
-    """An argument to compile for; memory of no size is aligned like that of any tensor."""
+    """Makes an argument to compile for; an empty tensor is aligned like any other."""
     if isinstance(arg, Terms):
         return Terms(*map(_standing, arg))
     if isinstance(arg, Grid):
@@ -147,12 +147,12 @@ def build(job: Job, launcher: bool = False) -> Done:
 
 
 def _build_launcher(compiled: Any) -> None:
-    """The C extension that launches it, on which some versions of Triton spend a second each."""
+    """Builds the C extension that launches a kernel, a second each with some versions of Triton."""
     from triton.backends.nvidia.driver import CudaLauncher
 
     try:
         CudaLauncher(compiled.src, compiled.metadata)
-    except Exception as error:  # others need the device; then it is made at the first launch
+    except Exception as error:  # other versions need the device, and build at the first launch
         print(f"no launcher ahead: {error!r}", file=sys.stderr)
 
 
@@ -194,7 +194,7 @@ def _compile_apart(jobs: Sequence[Job], arch: int | str, launchers: bool) -> lis
 def serve(arch: int | str, launchers: bool) -> None:
     """Compiles the jobs that come on standard input, and tells what became of them."""
     answer = os.dup(1)
-    os.dup2(2, 1)  # prints of other code are shown, and are no part of the answer
+    os.dup2(2, 1)  # other code may print, which must not become a part of the answer
     start(arch)
     done = [build(job, launchers) for job in pickle.load(sys.stdin.buffer)]
     with os.fdopen(answer, "wb") as out:

@@ -1,16 +1,16 @@
 """Device function: attention to a range of a row's tokens, the loop of all attention kernels.
 
 Two facts decide speed here, both visible in compiled code (`benchmarks/kernel_report.py`): page ids
-are loaded one tile before they are used, or the pipeline of K and V is half as deep; strides that
-touch pages are compile-time constants, or copies are narrow and synchronous.
+are loaded one tile before they are used, else the pipeline of K and V would be half as deep;
+strides that touch pages are compile-time constants, else copies would be narrow and synchronous.
 
 Queries and sums come in as many parts of the head dim as a word of K, or of V, holds elements
-(`codes.py`): each part is a product of its own. What scales say is applied where it costs least: of
-fp8 to all scores, or to all sums; of a token to its score, or to its weight; only those of channels
-to each element. Scales of tokens are too narrow for asynchronous copies: they are loaded a tile
-ahead, and page ids two.
+(`codes.py`): each part is a product of its own. Each scale is applied where it costs least: that of
+fp8 to all scores, or all sums; a token's to its score, or its weight; only a channel's to each
+element. Scales of tokens are too narrow for asynchronous copies: they are loaded a tile ahead, and
+page ids two tiles.
 
-V is masked as well as scores: a slot that nobody wrote may hold NaN, and 0 x NaN is NaN. Of coded
+V is masked as well as scores: a slot that nobody wrote may hold NaN, and 0 x NaN is NaN. In coded
 pages only scales can be NaN.
 """
 
@@ -29,8 +29,8 @@ LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
 FARTHEST: tl.constexpr = tl.constexpr(scoring.FARTHEST)
 INFINITE: tl.constexpr = tl.constexpr(3e38)  # stands for an infinite sink, whose distance is 0
 
-# What `terms` and `KIND` are, of which kernels pass all but the window through: `scoring.Terms` and
-# `scoring.ScoringKind`.
+# In all attention kernels `terms` is a `scoring.Terms`, and `KIND` the `scoring.ScoringKind` that
+# they are compiled for.
 
 
 @triton.jit
@@ -40,7 +40,7 @@ def before_tokens(terms, head, counted):
     Args:
         terms: of the scores.
         head: `[BLOCK_M]`, of each row's query.
-        counted: `[BLOCK_M]`, where a score without a value is counted: once for every query.
+        counted: `[BLOCK_M]`, whether a sink is counted here: it is, once for every query.
     """
     top = tl.full(head.shape, float("-inf"), tl.float32)
     total = tl.zeros(head.shape, tl.float32)
@@ -67,10 +67,10 @@ def made(products, scale, terms, rows, token, KIND: tl.constexpr):
 
     Args:
         products: `[BLOCK_M, BLOCK_N]`.
-        scale: that of `terms`, times what scales of K say; it broadcasts against products.
+        scale: the scale of `terms`, times scales of K; it broadcasts against products.
         terms: of the scores.
-        rows: `[BLOCK_M]` each, position and head of the queries, their places among those of the
-            step and its heads, whether there is a query, and their bits of a tree if any.
+        rows: `[BLOCK_M]` each: positions and heads of the queries, their places among all queries
+            and heads of the step, whether there is a query, and their bits of a tree if any.
         token: `[BLOCK_N]`, positions of the keys.
         KIND: which terms there are.
     """
@@ -84,7 +84,7 @@ def made(products, scale, terms, rows, token, KIND: tl.constexpr):
         away = (token[None, :] - rows[0][:, None]).to(tl.float32)
         scores += (slope * LOG2E)[:, None] * away
     if KIND.distance_bias is not None:
-        # From the first row of the tile on in int32: addresses of all scores take registers.
+        # Offsets from the tile's first row are int32: addresses of all scores take registers.
         table = (rows[2] if KIND.by_query else rows[1]).to(tl.int64)
         first = tl.min(table, 0)
         begin = (table - first).to(tl.int32) * KIND.distances
@@ -161,8 +161,8 @@ def attend(
     CAUSAL: tl.constexpr,  # some query of the tile may not see some token of the range
     HAS_WINDOW: tl.constexpr,
     KIND: tl.constexpr,  # which terms scores have
-    # [BLOCK_M] each: where a row's chunk 0 goes, if at all, and how far behind its score. Not `()`,
-    # of which Triton 3.6 makes no tuple.
+    # Where a row's chunk 0 goes, and whether it does, [BLOCK_M] each; and how far behind a chunk
+    # its score goes. Not `()`, of which Triton 3.6 makes no tuple.
     notes=tl.tuple([]),  # noqa: B008
     CHUNK: tl.constexpr = 0,  # tokens of a chunk; 0 stores nothing
 ):
@@ -206,7 +206,7 @@ def attend(
         else:
             scale *= unit(K_FORMAT, dtype)
     if K_FORMAT.scales == "channel" and dtype != tl.float32:
-        # Elements are made of float16 scales, in which a bfloat16 query might have no place.
+        # Scales are float16, so elements are, too, and a bfloat16 query may exceed its range.
         q, power = raised(q)
         scale = (power * scale)[:, None]
     v_unit = 1.0
@@ -220,7 +220,7 @@ def attend(
     first = begin // BLOCK_N * BLOCK_N
     ids = page_ids(table_ptr, first, begin, end, PAGE, BLOCK_N, HAS_WINDOW)
     if AHEAD:
-        # Carried as int64: the pipeliner gives up where a variable is handed on as it came.
+        # Carried as int64: the pipeliner gives up if an iteration hands a variable on unchanged.
         next_pages = pages_of(ids, first_staging, STAGING)
         at, slots, there = place(next_pages, first, begin, end, PAGE, STAGING, BLOCK_N, HAS_WINDOW)
         next_k = token_scales(k_scales_ptr, at, slots, there, K_FORMAT, PAGE, NUM_KV_HEADS)
@@ -305,7 +305,7 @@ def attend(
         if V_FORMAT.pairs:
             step, least = step_and_least(v_scales)
             stepped = (weights * step[None, :]).to(V_DTYPE)
-            # Codes are too large, so the same weights are taken off as often.
+            # Codes are too large by `excess`: so many times the same weights are taken off.
             rest = weights * least[None, :] - excess(V_FORMAT) * stepped.to(tl.float32)
             minima = minima * fade + tl.sum(rest, 1)
             weights = stepped

@@ -79,8 +79,8 @@ def plan(
         num_new: of each row, known to the host. While a graph is captured, of its rows to come.
         max_kv: a bound of the rows' lengths.
         causal: if not, every query sees all tokens of its row; without a window.
-        shared: work of prefixes that shall be attended once: `shared_prefix.plan` of what
-            `cut_prefixes` cut.
+        shared: work of prefixes that shall be attended once: `shared_prefix.plan` of the work of
+            `cut_prefixes`.
 
     Raises:
         NotImplementedError: a head dim, dtype, number of heads or architecture without a kernel.
@@ -105,9 +105,9 @@ def plan(
 def find_prefixes(
     num_new: Ints, kv_lens: Ints, page_table: Ints, page_size: int, token_bytes: int
 ) -> list[Prefix]:
-    """Prefixes that are worth a launch of their own; see `prefixes.find_prefixes`.
+    """Finds prefixes that are worth a launch of their own; see `prefixes.find_prefixes`.
 
-    None where some row decodes several tokens: the parts of rows would not lie side by side.
+    There are none if a row decodes several tokens: parts of rows would not lie side by side.
     """
     if ((num_new > 1) & (num_new <= MOST_QUERIES)).any():
         return []
@@ -122,10 +122,10 @@ def cut_prefixes(
     k_pages: Tensor | Pages,
     dtype: torch.dtype | None = None,
 ) -> shared_prefix.Work:
-    """The work of prefixes, still on the host.
+    """Returns the work of prefixes, still on the host.
 
     Args:
-        dtype: of queries; that of the pages unless given, which coded ones do not have.
+        dtype: the queries' dtype; by default that of dense pages.
     """
     geometry, most, tune = _sharing(num_heads, k_pages, dtype)
     queries = max(1, most // geometry.heads(most))
@@ -198,7 +198,7 @@ def paged_attention(
     Args:
         plan: from `plan`, the same for every layer of a kind.
         terms: of the scores, as in `Scoring`.
-        watched: from `watch`; `page_mass` makes mass of it and of the log-sum-exp.
+        watched: from `watch`; `page_mass` makes mass of it and the log-sum-exp.
 
     Raises:
         See `checks.check_call`.
@@ -223,7 +223,7 @@ def attend(
     out: Tensor | None = None,
     lse: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`paged_attention` of what was checked.
+    """Attends as `paged_attention` does, without its checks.
 
     Args:
         chosen: `[B, G, columns]`, tables that rows of few new tokens read instead.
@@ -248,13 +248,13 @@ def attend(
 def write_kv(
     k: Tensor, v: Tensor, k_pages: Tensor | Pages, v_pages: Tensor | Pages, slots: Tensor
 ) -> None:
-    """Twin of `reference.write_kv`; where V's pages are a view of K's, V is not looked at.
+    """Twin of `reference.write_kv`; if V's pages are a view of K's, V is not looked at.
 
     Raises:
         ValueError: K or V is a view of the pages, or not aligned.
     """
     pools = {_base(x) for one in (k_pages, v_pages) for x in Pages.of(one) if torch.is_tensor(x)}
-    # Pages in two storages are no view, which spares most calls the question.
+    # Pages in two storages are no view, so most calls need not look further.
     latent = len(pools) == 1 and is_view_of_k(k_pages, v_pages)
     for name, tensor in (("k", k), ("v", k if latent else v)):
         if _base(tensor) in pools:

@@ -1,7 +1,7 @@
-"""Binds what a layer's call launches once a step, for all layers of its kind.
+"""Binds the launches of a layer's call once a step, for all layers of its kind.
 
-The first layer of a kind goes the ordinary way, with all its checks, and what it launches is noted
-down. For the layers after it the same is launched with other addresses, as integers, which Triton
+The first layer of a kind goes the ordinary way, with all checks, and its launches are noted down.
+For later layers the same kernels are launched with other addresses, as integers, which Triton
 passes on without asking the driver about them. Nothing else can differ: a call whose tensors are
 not like the first ones is not served here, and goes the ordinary way.
 """
@@ -30,7 +30,7 @@ class _Replayed(NamedTuple):
 
     Attributes:
         arguments: overwritten at every launch.
-        places: where the values of a layer go in them, and which ones go there.
+        places: which of them take values of a layer, and which value each takes.
         grids: arguments that describe a layer's pages to the tensor memory accelerator, and which
             tensor each describes.
     """
@@ -56,7 +56,7 @@ class Bound:
         self._pools = [_memory(tensor) for tensor in _tensors(pages)]
         self._scoring, self._terms = scoring, scoring.arguments()[1]
         self._has_tensors = bool(scoring.tensors)
-        # To make a tensor like another takes a third of the time; these take no memory.
+        # Making a tensor like another one takes a third of the time; these take no memory.
         self._out = out.new_empty(()).expand(out.shape)
         self._lse = out.new_empty((), dtype=torch.float32).expand(out.shape[:2])
         # The log-sum-exp goes here if the caller does not ask for it; each layer overwrites it.
@@ -68,8 +68,8 @@ class Bound:
         """Writes and attends, if the call is like the one that was bound.
 
         Args:
-            pages: of a layer of the same group, which differ from the first one's in where they
-                lie and in nothing else.
+            pages: of a layer of the same group; they differ from the first layer's only in where
+                they lie.
             scoring: the caller's terms, with the window of the group.
 
         Returns:
@@ -139,7 +139,7 @@ def bind(
     results: tuple[Tensor, Tensor],
     lasting: Any,
 ) -> Bound | None:
-    """Binds what one layer has launched, for the others of its kind.
+    """Binds the launches of one layer, for the others of its kind.
 
     Args:
         launches: from `launch.noted`, of a call that went the ordinary way.
@@ -148,7 +148,7 @@ def bind(
         lasting: the step's tensors that all layers of the kind are given, within nested tuples.
 
     Returns:
-        None where two arguments cannot be told apart, or one is neither the layer's nor the step's.
+        None if two arguments cannot be told apart, or one is neither the layer's nor the step's.
     """
     values = [*new, *results, *_tensors(pages)]
     which = {id(tensor): number for number, tensor in enumerate(values)}
@@ -184,7 +184,7 @@ def _tensors(pages: Pair) -> list[Tensor]:
 
 
 def _memory(tensor: Tensor) -> tuple[int, int]:
-    """Where the memory begins that a tensor is a view of, and where it ends."""
+    """Returns where the memory that a tensor is a view of begins and ends."""
     storage = tensor.untyped_storage()
     return storage.data_ptr(), storage.data_ptr() + storage.nbytes()
 
@@ -192,6 +192,6 @@ def _memory(tensor: Tensor) -> tuple[int, int]:
 def _flat(nested: Any) -> Iterator[Tensor]:
     if isinstance(nested, Tensor):
         yield nested
-    elif isinstance(nested, tuple) and not isinstance(nested, Geometry):  # which is numbers
+    elif isinstance(nested, tuple) and not isinstance(nested, Geometry):  # it has no tensors
         for part in nested:
             yield from _flat(part)

@@ -52,7 +52,7 @@ class SilentLauncher:
         pass
 
     def __call__(self, *args: Any) -> None:
-        # Not the card of its making: a kernel compiled under one is found again under the next.
+        # Not the card it was made under: a kernel compiled under one is found under the next.
         driver.active.launches += 1
 
 

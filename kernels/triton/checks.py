@@ -17,8 +17,8 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 HEAD_DIMS = (*range(16, WIDEST.value + 1, 16), 512)
 MOST_LATENT = 576  # columns of K, of which V is a view
 OLDEST = 80  # compute capability 8.0: asynchronous copies, bfloat16
-MOST_ON_AMD = 128  # columns, whose tiles fit into 64 KB; coded pages are read by PTX
-FEW_ROWS = 32  # the most of a product where those of 64 may not be added up
+MOST_ON_AMD = 128  # columns, so that tiles fit into 64 KB; coded pages need PTX
+FEW_ROWS = 32  # most rows of a product if products of 64 rows may not be added up
 K_FORMATS, V_FORMATS = zip(*KV_FORMATS.values())
 
 
@@ -133,7 +133,7 @@ def check_pages(
 
     Args:
         v_pages: like K's unless given.
-        dtype: of queries; that of the pages unless given, which coded ones do not have.
+        dtype: the queries' dtype; by default that of dense pages.
 
     Raises:
         NotImplementedError: a head dim, dtype, format or device without a kernel.
@@ -173,10 +173,10 @@ def check_call(
     """Checks what kernels rely on and a caller can get wrong.
 
     Args:
-        geometry: that the step was planned for.
+        geometry: the geometry that the step was planned for.
 
     Raises:
-        NotImplementedError: a term of the scores that kernels are not good for.
+        NotImplementedError: a term of the scores that kernels do not compute well.
         ValueError, TypeError: tensors that do not fit together, or are not aligned.
     """
     k, v = Pages.of(k_pages), Pages.of(v_pages)
@@ -191,7 +191,7 @@ def check_call(
     scoring.check_served(q)
     in_units("q", q)
     tables = page_table, kv_lens, query_start_loc
-    # In one go first: a layer's call should not cost 10 us of what says it in words.
+    # A quick check first: the check that explains would cost each layer's call 10 us.
     if _are_fine(q, k, v, geometry.v_dim) and _tables_are_fine(q, *tables) and not scoring.tensors:
         return
     _check_pages(q, k, v)

@@ -1,11 +1,11 @@
 """Device functions: codes, taken out of words where a product needs them, and made.
 
-All that kernels know of codes is here; elsewhere they ask a `Format` what has scales. Its words
-hold elements of one token that lie a part of the head dim apart, so a part of a tile of words is a
-tile of neighbouring elements. Codes become floats by their bits, not by conversions, which are slow
-and one at a time: an integer code at the right place in the mantissa of 16, 128 or 1024 is that
-power and the code, exactly. Codes are exact in any of the dtypes, so K is multiplied with queries
-in theirs and nothing is rounded twice.
+All that kernels know of codes is here; elsewhere they ask a `Format` what has scales. A word holds
+elements of one token that lie a part of the head dim apart, so a part of a tile of words is a tile
+of neighbouring elements. Codes become floats by their bits, because conversions are slow and take
+one code at a time: 16, 128 or 1024 with an integer code at the right place in its mantissa is
+exactly that power plus the code. Codes are exact in each dtype, so K is multiplied with queries in
+the dtype of the queries, and nothing is rounded twice.
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ def _packed(words, FORMAT: tl.constexpr, dtype: tl.constexpr):
 
 @triton.jit
 def by_channel(codes, pairs, PACKED: tl.constexpr):
-    """Elements of codes that are 16 too large, and of their channels' steps and minima."""
+    """Makes elements of codes, which are 16 too large, and their channels' steps and minima."""
     if PACKED and codes.dtype == tl.float16:
         step, least = tl.inline_asm_elementwise(
             """{ .reg .b32 less, t; mov.b32 less, 0xCC00CC00;

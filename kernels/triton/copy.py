@@ -64,7 +64,7 @@ def copy_pages(pages: Tensor, source: Tensor, target: Tensor, into: Tensor | Non
         raise ValueError(
             f"into: expected [L, N, G, P, D] = [{layers}, N, *{page}], got {list(into.shape)}"
         )
-    # A run of its own, in one order: HND and NHD pages are, but do not mix.
+    # Each page has to be one run, and all in one order: HND and NHD pages do not mix.
     for name, tensor in (("pages", pages), ("into", into)):
         dense = sorted(tensor.stride()[2:]) == _dense(tensor)
         same = tensor.stride()[2:] == pages.stride()[2:]
@@ -84,7 +84,7 @@ def copy_pages(pages: Tensor, source: Tensor, target: Tensor, into: Tensor | Non
 
 
 def _dense(pages: Tensor) -> list[int]:
-    """Strides that `[G, P, D]` would have in the order of its strides without gaps, ascending."""
+    """Returns the strides, ascending, that `[G, P, D]` would have in this order without gaps."""
     order = sorted(zip(pages.stride()[2:], pages.shape[2:]))
     strides, run = [], 1
     for _, extent in order:

@@ -28,7 +28,7 @@ from . import page_mass as observe
 from . import shared_prefix
 from .attend import attend, before_tokens, natural
 from .decode_tuning import MOST_QUERIES, Tuning, most_rows
-from .decode_tuning import tuning as tuning  # which backend.py asks for here
+from .decode_tuning import tuning as tuning  # backend.py takes it from here
 from .launch import Geometry, Launcher, Target, in_units, pointers, target_of
 from .proved import is_on
 from .tile import load_tile, store_tile, times, zeros
@@ -36,8 +36,8 @@ from .work_list import FIELDS, Bounds, Work, cut_rows
 
 ROOM_FIELDS: tl.constexpr = observe.FIELDS
 REGISTERS = 65536  # of a multiprocessor
-# Times as many programs as fit beside each other: the card hands the next one out where one ends,
-# which evens out what they take, and their first loads come while others compute.
+# So many times the programs that fit beside each other are launched: the card starts the next one
+# when one ends, which evens out their times, and its first loads come while others compute.
 IN_TURN = 10
 
 
@@ -120,7 +120,7 @@ def _decode(
             rows += (tl.load(terms.tree + token + query, mask=real, other=-1),)
         where = (token + query) * (q_stride_t * 16) + head * (q_stride_h * 16)
         q = load_tile(q_ptr, where, real, K.parts, K.width, K.block, K.rest)
-        # What is counted once is counted in the row's first part.
+        # A sink is counted once, in the row's first part.
         top, total = before_tokens(terms, head, real & (part == 0))
         acc = zeros(BLOCK_M, V.parts, V.block)
         notes = tl.tuple([])
@@ -131,8 +131,8 @@ def _decode(
             notes += (chunks_ptr + at, real & (width > 0), width)
         table = table_ptr + (row.to(tl.int64) * TABLES + kv_head % TABLES) * table_stride
         if HAS_STAGING:
-            # Staging pages are few: a row's first, and what it has got tokens for in this step.
-            # Read apart from the others, they leave those a loop without branches.
+            # Staging pages are few: a row's first, and those that this step writes. They are read
+            # apart from the others, so that the loop over those has no branches.
             written = tl.maximum(first - (MOST_NEW - 1), 0) // PAGE * PAGE
             low = begin
             high = tl.minimum(tl.minimum(end, PAGE), written)
@@ -173,8 +173,8 @@ class Plan(NamedTuple):
     Attributes:
         heads, block_m: query heads of a tile, and rows of a product.
         shares: programs of an item, one for each share of a KV head's query heads.
-        max_new, max_parts: bounds of a row's new tokens and parts; sizes of what lies between the
-            two kernels.
+        max_new, max_parts: bounds of a row's new tokens and parts, by which `partial` and `sums`
+            are sized.
         shared: the prefixes that are attended once for several rows.
         partial, sums: where parts lie until they are merged; each layer writes them anew.
     """
@@ -211,7 +211,7 @@ def plan(
     target = target_of(kv_lens.device)
     most = most_rows(target, geometry)
     heads = geometry.heads(most)
-    # Of few sizes, each of which is compiled once: one query a row, and two for several.
+    # Few sizes, because each is compiled: one for one query a row, and two for several.
     fewest = min(most, 16 if bounds.max_new == 1 else 32)
     block_m = min(most, triton.next_power_of_2(bounds.max_new * heads))
     block_m = max(fewest, block_m, triton.next_power_of_2(heads))
@@ -247,7 +247,7 @@ def _on_gluon(
     tables: int,
     watched: observe.Plan | None,
 ) -> Callable[..., None] | None:
-    """Returns the call of `gluon/` that attends instead, to tiles of at most so many rows."""
+    """Returns the call of `gluon/` that serves tiles of at most so many rows, if there is one."""
     geometry = plan.geometry
     has_terms = scoring.softcap is not None or scoring.sinks is not None
     rest = "_rest" if has_terms or geometry.head_dim == 256 else ""
@@ -278,9 +278,9 @@ def paged_attention(
     """Attends for the rows of the plan, as in `reference.paged_attention`.
 
     Args:
-        page_table: `[B, columns]`, or `[B, G, columns]` where KV heads read different pages.
+        page_table: `[B, columns]`, or `[B, G, columns]` if KV heads read different pages.
         out, lse: `[T, H, Dv]` and `[T, H]`, written where these rows have tokens.
-        watched: whose chunks are written; with one table a row, nothing shared and no window.
+        watched: its chunks are written; with one table a row, nothing shared and no window.
     """
     tables = 1 if page_table.ndim == 2 else page_table.shape[1]
     geometry, parts = plan.geometry, plan.max_parts
@@ -288,7 +288,7 @@ def paged_attention(
     assert watched is None or (tables == 1 and shared is None and scoring.window is None)
     chunk = 0 if watched is None else watched.chunk
     noted = (None, None) if watched is None else (watched.rooms, watched.chunks)
-    # Products of few rows for what each row has of its own, of many for what rows share.
+    # Tokens of one row are attended by products of few rows, shared prefixes by products of many.
     kinds = [(plan.block_m, plan.tuning, plan.max_new > 1, work.items, work.total)]
     heads = plan.heads
     if shared is not None:
@@ -347,8 +347,8 @@ def _decode_launcher(
     }
     registers = None
     if geometry.wide or (chunk and block_m <= 32):
-        # With stores in the loop the compiler takes more than `programs` side by side can have, and
-        # for wide heads fewer, at the price of spills.
+        # With stores in the loop the compiler takes more registers than `programs` side by side can
+        # have; for wide heads it takes fewer, and spills.
         registers = REGISTERS // (tuning.programs * tuning.num_warps * 32) // 8 * 8
     sizes = tuning.num_warps, tuning.num_stages
     return Launcher(_decode, target, static, *sizes, registers)

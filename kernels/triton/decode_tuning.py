@@ -12,12 +12,12 @@ from .launch import Geometry, Target
 from .work_list import Cut
 
 MOST_QUERIES = 16  # rows with more new tokens are prefill's
-# Pairs of a split and a KV head that a long row falls into, about two for each multiprocessor of a
-# large card; its splits at least and at most; pairs that a row of some thousand tokens falls into,
-# and its splits at least and at most (docs/decisions/0062-splits-are-a-rule-of-the-row.md).
+# A long row is cut into WORK pairs of a split and a KV head, about two for each multiprocessor of a
+# large card, with bounds for its splits. A row of some thousand tokens is cut into SHARED_WORK such
+# pairs, with bounds of its own (docs/decisions/0062-splits-are-a-rule-of-the-row.md).
 WORK, LEAST_SPLITS, MOST_SPLITS = 256, 32, 128
 SHARED_WORK, LEAST_SHARES, MOST_SHARES = 64, 8, 16
-MANY_HEADS = 4  # KV heads from which on a short row is not cut: nothing is merged then
+MANY_HEADS = 4  # with as many KV heads a short row is not cut, so that nothing is merged
 
 
 class Tuning(NamedTuple):
@@ -25,10 +25,10 @@ class Tuning(NamedTuple):
 
     Attributes:
         block_n: tokens a tile.
-        programs: that fit beside each other on a multiprocessor, by the kernel report.
-        split, longest, splits: where rows are cut, as in `Cut`; splits None for what the number of
-            KV heads gives.
-        uncut: as in `Cut`, where a row has programs enough by its KV heads.
+        programs: how many fit beside each other on a multiprocessor, by the kernel report.
+        split, longest, splits: where rows are cut, as in `Cut`; without `splits`, the number of KV
+            heads decides.
+        uncut: as in `Cut`, if a row has enough programs by its KV heads.
         packed: words are taken apart two at a time, see `codes.unpack`.
     """
 
@@ -84,13 +84,13 @@ TUNING: dict[tuple[int | str | None, bool, int, int], tuple[Tuning, ...]] = {
     (None, False, 512, 4): (Tuning(16, 8, 2, 1),),
     (None, False, 1024, 4): (Tuning(16, 8, 2, 1),),
 }
-# Fewest tokens of a split: for rows of one new token, and of several, whose parts are larger; and
-# for each query head of a KV head where heads are wide: parts of latents, written and read, are
+# Fewest tokens of a split: for rows of one new token; for rows of several, whose parts are larger;
+# and, if heads are wide, for each query head of a KV head: parts of latents, written and read, are
 # then at most 3/10 of the bytes of the latents themselves.
 ONE_QUERY, SEVERAL_QUERIES, SPLIT_TOKENS = 256, 1024, 12
-# The same for 16-bit queries over pages of which K or V is coded, keyed by (roomy shared memory,
-# padded head dim, least bits an element). Fewest instructions a byte count for more here: words are
-# taken apart by arithmetic, of 4 bits hardly faster than they come.
+# As TUNING, for 16-bit queries over pages of which K or V is coded, keyed by (roomy shared memory,
+# padded head dim, least bits an element). Few instructions a byte matter more here: words are taken
+# apart by arithmetic, those of 4 bits hardly faster than memory brings them.
 CODED: dict[tuple[bool, int, int], tuple[Tuning, Tuning, Tuning]] = {
     (True, 64, 8): (Tuning(64, 2, 4, 6), Tuning(64, 2, 3, 4), Tuning(64, 4, 3, 2)),
     (True, 128, 8): (Tuning(128, 4, 3, 3), Tuning(64, 4, 3, 2), Tuning(32, 4, 3, 2)),
@@ -124,7 +124,7 @@ def tuning(target: Target, geometry: Geometry, block_m: int) -> Tuning:
     if geometry.wide:
         fewest = max(fewest, triton.next_power_of_2(SPLIT_TOKENS * geometry.ratio))
         if geometry.page % 2 and found.block_n == 64:
-            # Else what a watched step notes down of single tokens does not fit beside the tiles.
+            # Otherwise a watched step's notes of single tokens would not fit beside the tiles.
             found = found._replace(block_n=32, num_stages=3)
     found = found._replace(split=max(found.split, fewest))
     return found._replace(num_warps=8) if block_m > 64 else found
@@ -139,7 +139,7 @@ def _entries(target: Target, geometry: Geometry) -> tuple[Tuning, ...]:
 
 @functools.cache
 def most_rows(target: Target, geometry: Geometry) -> int:
-    """Rows of a product that several queries fill."""
+    """Returns the most rows of a product, which several queries fill."""
     sizes = 3 if target.arch == 0 else len(_entries(target, geometry))
     if geometry.chained and not target.chains:
         sizes = 2  # of fewer than 64 rows

@@ -24,7 +24,7 @@ NUMBERS = 64  # of a state, that a thread holds
 
 @triton.jit(
     do_not_specialize=["q_row", "q_head", "k_row", "k_head", "v_row", "v_head"],
-    # Parts of one tensor begin anywhere, and are little beside the states.
+    # They may be parts of one tensor, which begin anywhere; they are small beside the states.
     do_not_specialize_on_alignment=[
         *("q_ptr", "k_ptr", "v_ptr", "gate_ptr", "beta_ptr", "source_ptr", "target_ptr")
     ],
@@ -58,7 +58,7 @@ def _delta_rule(
     NORMALIZE: tl.constexpr,
     EPSILON: tl.constexpr,
 ):
-    """One program moves some columns of one head's state on: columns do not know of each other."""
+    """One program advances some columns of a head's state: columns do not depend on each other."""
     PIECES: tl.constexpr = (DV + BLOCK_V - 1) // BLOCK_V  # of a state
     piece = tl.program_id(0) % PIECES
     of_head = tl.program_id(0) // PIECES

@@ -2,8 +2,8 @@
 
 `kernel[grid](...)` binds, hashes and looks up its arguments at every call, 10 to 20 us for the
 signatures here; a compiled kernel called directly takes about 4. So a `Launcher` is kept for each
-configuration, and what a configuration is, is spelt out by whoever asks for one. Arguments that
-change from step to step are never part of it.
+configuration, and the code that asks for one spells out its configuration. Arguments that change
+from step to step are never part of it.
 """
 
 from __future__ import annotations
@@ -72,12 +72,12 @@ class Layout(NamedTuple):
 
 
 class Half(NamedTuple):
-    """K or V, or staging pages of either, as kernels are compiled for it: one constexpr argument.
+    """Pages, or staging pages, of K or V, as kernels are compiled for them: a constexpr argument.
 
     Attributes:
         stride_n, stride_g, stride_p: as in `Layout`.
-        dim: columns of a head, but for `rest`.
-        rest: columns of K behind those that V is a view of, a part of their own; or 0.
+        dim: columns of a head, without `rest`.
+        rest: columns of K behind those that V is a view of, which make a part of their own; or 0.
     """
 
     format: Format
@@ -95,8 +95,8 @@ class Half(NamedTuple):
 
     @property
     def parts(self) -> int:
-        """Into how many parts of the head dim an unpacked tile falls; `rest` is one more."""
-        return self.format.per_word * -(-self.dim // WIDEST.value)  # only what is dense is wider
+        """The number of parts of the head dim in an unpacked tile; `rest` is one more."""
+        return self.format.per_word * -(-self.dim // WIDEST.value)  # only dense pages are wider
 
     @property
     def width(self) -> int:
@@ -154,12 +154,12 @@ class Geometry(NamedTuple):
 
     @property
     def bits(self) -> int:
-        """The fewest of an element of K or V."""
+        """The fewest bits of an element of K or V."""
         return 16 // max(self.k.format.per_word, self.v.format.per_word)
 
     @property
     def chained(self) -> bool:
-        """Whether several products of the tensor cores add up to one score, of narrow heads."""
+        """Whether a score of a narrow head is added up from several products of tensor cores."""
         return self.k.format.per_word > 1 and self.dtype.itemsize == 2
 
     @property
@@ -174,7 +174,7 @@ class Geometry(NamedTuple):
 
     @property
     def most_ratio(self) -> int:
-        """Query heads a KV head that are served; as rows of one product, unless it is wide."""
+        """The most query heads a KV head that are served; rows of one product if it is not wide."""
         if self.wide:
             return MOST_RATIO
         row = triton.next_power_of_2(self.head_dim) * self.dtype.itemsize
@@ -237,7 +237,7 @@ class Launcher:
     Args:
         kernel: takes its run-time arguments first, its constexpr ones after them.
         static: the constexpr arguments.
-        registers: most that a thread may have, if not what the compiler likes.
+        registers: the most that a thread may have; by default the compiler decides.
     """
 
     def __init__(
@@ -287,7 +287,7 @@ class Launcher:
     def prepared(self, args: tuple[Any, ...]) -> list[Any]:
         """Arguments as `again` takes them, after a launch with them: tensors are addresses.
 
-        Whoever has them keeps the tensors. The interpreter takes tensors as they are.
+        The caller keeps the tensors alive. The interpreter takes tensors as they are.
         """
         if self.device < 0:
             return list(args)
@@ -295,9 +295,9 @@ class Launcher:
         return [*addresses, *self._tail]
 
     def again(self, grid: tuple[int, int, int], prepared: list[Any]) -> None:
-        """Launches what was launched before, where `is_ready` says so, with what `prepared` gave.
+        """Launches again with the arguments from `prepared`, if `is_ready` says that it may.
 
-        Addresses in it may have changed, to others at multiples of 16 bytes.
+        Addresses among them may have changed, to others at multiples of 16 bytes.
         """
         if self.device < 0:
             self.kernel[grid](*prepared, **self.static)
@@ -372,14 +372,14 @@ def check_aligned(**tensors: Tensor | None) -> None:
 def in_units(name: str, tensor: Tensor) -> tuple[int, int]:
     """The strides of the first two axes in units of 16 elements.
 
-    So counted, a kernel knows that a stride is a multiple of 16 without being compiled for its
-    value, and its loads stay 128 bits wide. Each is an argument of its own: of a tuple's integers
-    Triton (3.6.0 and 3.7.1) makes a constant of a 1 and another kernel for a multiple of 16, even
-    where `do_not_specialize` names the tuple.
+    With this unit a kernel knows that a stride is a multiple of 16 without being compiled for its
+    value, and its loads stay 128 bits wide. Each is an argument of its own: among integers in a
+    tuple Triton (3.6.0 and 3.7.1) makes a 1 a constant, and another kernel for a multiple of 16,
+    even if `do_not_specialize` names the tuple.
 
     Raises:
-        ValueError: a stride is not such a multiple, the last axis is not contiguous, or what lies
-            in memory is not the tensor's values.
+        ValueError: a stride is not such a multiple, the last axis is not contiguous, or memory
+            does not hold the tensor's values, because they are negated.
     """
     (outer, inner, last), (rows, heads, _) = tensor.stride(), tensor.shape
     outer, inner = outer * (rows > 1), inner * (heads > 1)  # a single one has no stride
@@ -397,7 +397,7 @@ def in_units(name: str, tensor: Tensor) -> tuple[int, int]:
 def layer_stride(pages: Tensor) -> int:
     """From a layer of pages `[L, N, ...]` to the next, in units of 16 bytes, for `at_layer`.
 
-    Pools have any number of pages, and kernels are compiled for none.
+    Pools have any number of pages, and kernels are not compiled for it.
     """
     stride = pages.stride(0) * pages.element_size() * (len(pages) > 1)  # a single one has none
     assert stride % ALIGNMENT == 0

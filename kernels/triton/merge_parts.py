@@ -1,4 +1,4 @@
-"""Parts of rows become their outputs: weighed by their log-sum-exp, in a fixed order.
+"""Merges parts of rows into outputs: weighed by their log-sum-exp, in a fixed order.
 
 Bytes moved: H x (D + 1) x 4 for every part that is read, H x D x itemsize written for a query.
 """
@@ -15,8 +15,8 @@ from torch import Tensor
 from .attend import natural
 from .launch import Launcher, Target, target_of
 
-# Parts whose outputs registers hold: 32 elements of a thread, so that 8 programs of wide heads fit
-# beside each other and one loads while another waits.
+# Registers hold the outputs of so many parts at once: 32 elements a thread, so that 8 programs of
+# wide heads fit beside each other, and one loads while another waits.
 MOST_AT_ONCE, AT_ONCE_ELEMENTS, WARPS = 32, 4096, 4
 
 
@@ -37,7 +37,7 @@ def _merge(
 ):
     """One program weighs all parts of one query and head by their log-sum-exp.
 
-    So many at once, then the next: a row's bits do not depend on how many parts another has.
+    It takes AT_ONCE parts at a time, so a row's bits do not depend on how many another row has.
     """
     row, query, head = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     begin = tl.load(query_start_ptr + row)

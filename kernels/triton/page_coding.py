@@ -1,11 +1,11 @@
-"""Whole pages between the dtype of the model and the coded formats.
+"""Converts whole pages between the dtype of the model and the coded formats.
 
 A page whose keys are coded by channel is coded once, when it is full: from the staging page it was
-written to (`encode_pages`), or straight from the step's K and V where one step fills it
-(`write_pages`). `decode_pages` brings coded pages back where some of a page is to be written anew.
+written to (`encode_pages`), or straight from the step's K and V if one step fills it
+(`write_pages`). `decode_pages` brings coded pages back if part of a page is to be written anew.
 
 One program takes K or V of one page, head and layer. Bytes moved: 2 x pages x L x G x P x D x
-itemsize read, what the formats take of it written; the other way round for `decode_pages`.
+itemsize read, and the bytes of the formats written; for `decode_pages` the other way round.
 """
 
 from __future__ import annotations
@@ -329,7 +329,7 @@ def decode_pages(k_pages: Pages, v_pages: Pages, source: Tensor, target: Tensor)
 
 
 def _check_ids(**tensors: Tensor) -> None:
-    """Raises for ids that are no int64, or of which there are not as many."""
+    """Raises for ids that are not int64, or differ in number."""
     (_, first), *_ = tensors.items()
     for name, ids in tensors.items():
         if ids.dtype != torch.int64 or ids.shape != first.shape or not ids.is_contiguous():

@@ -27,12 +27,12 @@ from .attend import LOG2E
 from .launch import Launcher, Target, target_of
 
 FIELDS: tl.constexpr = tl.constexpr(5)
-# What a room says, in this order:
+# Fields of a room, in this order:
 #   at        first number of head 0 of packed query 0, as if the row's queries began there
 #   width     chunks of the row; 0 if it is not watched
 #   queries   how many of its last queries are watched
 #   token     the last of its packed queries
-#   position  of that one in its text
+#   position  of that query in its text
 
 MOST_TOKENS = 8  # a chunk: so many columns of a product lie in one warp, whose sum is cheap
 BLOCK_N = 64  # pages a tile
@@ -48,7 +48,7 @@ class Plan(NamedTuple):
         chunks: float32, for each head of a row's queries the weights of its chunks, then the
             scores that these are relative to; each layer writes them anew.
         left: `[B]` on the host, how many last queries of each row are not watched here.
-        chunk: tokens of one.
+        chunk: tokens of a chunk.
         columns: of the page table.
     """
 
@@ -71,7 +71,7 @@ def plan(
     page_size: int,
     device: torch.device,
 ) -> Plan:
-    """Room for what rows are asked for.
+    """Plans room for the notes of watched rows.
 
     Args:
         num_new, kv_lens, queries: as in `torch/page_mass.page_mass`.
@@ -126,7 +126,7 @@ def _fold(
                 where = chunks_ptr + (at + query[:, None] * (2 * width) + chunk[None, :])
                 weight = tl.load(where, mask=there, other=0.0)
                 level = tl.load(where + width, mask=there, other=float("-inf"))
-                # Above the sum of all weights is only what rounding made so.
+                # Only rounding can put a score above the log-sum-exp.
                 share = tl.exp2(tl.minimum(level - lse[:, None], 0.0))
                 mass += tl.sum(weight * share, 0)
     to = mass_ptr + row.to(tl.int64) * columns + column

@@ -1,7 +1,7 @@
 """Rows with many new tokens: causal attention over a prefix in pages and the chunk itself.
 
-A tile is as many queries as fit, times the H / G query heads of a KV head, longest first. Tokens
-that all queries of a tile may see are attended without masks; only those at its edges with them.
+A tile is as many queries as fit, times the H / G query heads of a KV head; a row's last tile, which
+sees most, comes first. Tokens that all queries of a tile see are attended without masks.
 
 Work: 4 x visible (query, token) pairs x H x D FLOP; bound by the tensor cores from some hundred new
 tokens on. Bytes: K and V once a tile, mostly out of L2.
@@ -36,7 +36,7 @@ from .work_list import FIELDS, Bounds, Cut, Work, cut_rows
 
 
 class Tuning(NamedTuple):
-    """How a prefill kernel is compiled; `packed` as in decode.py."""
+    """How a prefill kernel is compiled; `packed` as in decode_tuning.py."""
 
     block_m: int
     block_n: int
@@ -45,7 +45,7 @@ class Tuning(NamedTuple):
     packed: bool = True
 
 
-# Keyed as in decode.py. Static choices: no spills, and as many buffers as fit.
+# Keyed as in decode_tuning.py. Static choices: no spills, and as many buffers as fit.
 TUNING: dict[tuple[int | str | None, bool, int, int], Tuning] = {
     (None, True, 64, 2): Tuning(128, 64, 8, 3),
     (80, True, 128, 2): Tuning(128, 32, 8, 4),
@@ -64,7 +64,7 @@ TUNING: dict[tuple[int | str | None, bool, int, int], Tuning] = {
     (None, False, 64, 4): Tuning(32, 32, 8, 3),
     (None, False, 128, 4): Tuning(32, 16, 8, 3),
     (None, False, 256, 4): Tuning(16, 16, 8, 2),
-    # Wide heads. Long chunks over latents are better expanded: there these need not be fast.
+    # Wide heads. Long chunks over latents are better attended expanded, so these need not be fast.
     (None, True, 512, 2): Tuning(32, 32, 8, 3),
     (None, True, 1024, 2): Tuning(32, 32, 8, 3),
     (None, False, 512, 2): Tuning(32, 16, 4, 3),
@@ -74,10 +74,10 @@ TUNING: dict[tuple[int | str | None, bool, int, int], Tuning] = {
     (None, False, 512, 4): Tuning(16, 16, 8, 2),
     (None, False, 1024, 4): Tuning(16, 16, 8, 2),
 }
-# For more query heads a KV head than such a tile has rows: with as many tokens it would not fit.
+# For more query heads a KV head than the tile above has rows; as many tokens would not fit then.
 TALL = {(False, 256, 2): Tuning(64, 32, 4, 2)}
-# Of padded head dims whose tiles spill where words of K or V are taken apart; 16-bit queries. Where
-# products must have fewer than 64 rows, the others take it as well.
+# By padded head dim, if tiles would spill because words of K or V are taken apart; 16-bit queries.
+# Other head dims take it as well if products must have fewer than 64 rows.
 CODED: dict[int, Tuning] = {256: Tuning(32, 32, 4, 3)}
 INTERPRETED = Tuning(64, 32, 4, 1, False)
 
@@ -240,7 +240,7 @@ def plan(
     window: int | None = None,
     causal: bool = True,
 ) -> Plan:
-    """Cuts the rows of more than 16 new tokens, which `bounds` are about."""
+    """Cuts the rows of more than 16 new tokens; `bounds` are of these rows."""
     tune = tuning(target_of(kv_lens.device), geometry)
     queries = tune.block_m // geometry.heads(tune.block_m)
     cut = Cut(MOST_QUERIES + 1, NO_WINDOW, queries, NO_WINDOW, 1, 1)
@@ -255,14 +255,14 @@ def plan(
 
 
 def _on_gluon(plan: Plan, scoring: Scoring, target: Target) -> ModuleType | None:
-    """Returns `gluon/prefill.py` where it attends instead."""
+    """Returns `gluon/prefill.py` if it attends instead."""
     has_terms = scoring.softcap is not None or scoring.sinks is not None
     rest = has_terms or plan.geometry.head_dim == 256
     if not is_on("gluon_rest" if rest else "gluon_prefill", target.arch):
         return None
     from .gluon import prefill as faster  # versions of Triton before 3.6 have less of Gluon
 
-    # It knows by positions alone where a row ends.
+    # It finds the end of a row by positions alone, so attention must be causal.
     is_served = plan.causal and plan.tuning.block_m == faster.ROWS
     return faster if is_served and faster.serves(plan.geometry, scoring, target) else None
 

@@ -21,14 +21,14 @@ from pathlib import Path
 
 FILE = Path(__file__).with_name("proved.json")
 NAMES = ("gluon_prefill", "gluon_rest", "gluon_decode", "gluon_decode_rest", "gluon_latents")
-SINCE = 90  # compute capability, below which hardware has none of it
+SINCE = 90  # compute capability; older hardware cannot run them
 TRY = "PAGEDKV_TRY"  # in the environment: names that are on without proof, separated by commas
 
 _tried: ContextVar[tuple[str, ...] | None] = ContextVar("what is tried", default=None)
 
 
 def is_on(name: str, arch: int | str) -> bool:
-    """Whether it is chosen on an architecture: 90, say; 0 is the interpreter's, which has none."""
+    """Whether a kernel is on for an architecture, such as 90; 0, the interpreter's, has none."""
     assert name in NAMES
     if isinstance(arch, str) or arch < SINCE:
         return False

@@ -3,7 +3,7 @@
 Twin of `torch/select_pages`, which says what is computed. To score, a program takes the query heads
 of a KV head and a tile of a row's pages, and moves 4 x D bytes a page. To choose, a program takes
 all scores of a row and a KV head. Nothing is sorted: the smallest score that is chosen is found bit
-by bit, each by counting the scores above, and ids are written in the order of their columns.
+by bit, for each of which scores above are counted; ids are written in the order of their columns.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def _score_columns(
         else:
             scores = tl.dot(above, tl.trans(high), scores, input_precision="ieee")
         scores = tl.dot(below, tl.trans(low.to(dtype)), scores, input_precision="ieee")
-    # What is no number, or infinite, is above all.
+    # NaN and infinite scores rank above all others.
     unknown = (LARGEST - column).to(tl.float32, bitcast=True)
     scores = tl.where(tl.abs(scores) < float("inf"), scores, unknown[None, :])
     scores = tl.where((offs_m < RATIO)[:, None], scores, float("-inf"))
@@ -102,7 +102,7 @@ def score_columns(
 ) -> Tensor:
     """Twin of `torch/select_pages.score_columns`; ids and lengths are int32, bounds contiguous.
 
-    Products are of bfloat16 where queries are of 16 bits: a choice needs no more digits.
+    Products are of bfloat16 if queries are of 16 bits: a choice needs no more digits.
     """
     check_aligned(q=q, bounds=bounds, page_ids=page_ids, lens=lens)
     n, heads, dim = q.shape
@@ -119,7 +119,7 @@ def score_columns(
 
 @triton.jit
 def _ordered(scores):
-    """Bits of scores, in the order of the scores where they are read as unsigned integers."""
+    """Bits of scores that, read as unsigned integers, have the order of the scores."""
     bits = scores.to(tl.int32, bitcast=True)
     return (bits ^ ((bits >> 31) | -(2**31))).to(tl.uint32, bitcast=True)
 

@@ -1,8 +1,8 @@
-"""A prefix that decoding rows share is read once for all of them.
+"""Reads a prefix that decoding rows share once for all of them.
 
 Its parts are parts like any other: the decode kernel attends to the prefix with the queries of many
-rows as rows of one product, then to what each row has of its own, and the merge weighs both. Which
-rows share what, the host knows from its page tables (`prefixes.find_prefixes`).
+rows as rows of one product, then to each row's own tokens, and the merge weighs both. The host
+finds the prefixes in its page tables (`prefixes.find_prefixes`).
 
 Bytes moved: K and V of the prefix once for every 64 query heads of a KV head instead of once a row,
 plus H x (D + 1) x 4 a row and split.
@@ -23,10 +23,10 @@ from pagedkv.kernels.sending import sent
 
 from .work_list import FIELDS, Cut
 
-# What must be spared of a layer for the second launch to be worth its time: some 3 us at 4.8 TB/s.
-# Derived, not measured yet.
+# Bytes that a layer must be spared for the second launch to be worth its time: some 3 us at 4.8
+# TB/s. Derived, not measured yet.
 WORTH_BYTES = 16 << 20
-WHOLE = 64  # tokens of the largest tile: what follows a prefix begins with a whole one
+WHOLE = 64  # tokens of the largest tile: behind a prefix, rows begin with a whole tile
 EVERYTHING = 1 << 30  # a position behind all of a prefix: nothing of it is masked
 
 
@@ -36,7 +36,7 @@ class Plan(NamedTuple):
     Attributes:
         items, total: as in `work_list.Work`.
         skips: `[B, 2]` int32, each row's tokens and parts in its prefix.
-        parts: most of those parts.
+        parts: the most parts of a row in its prefix.
     """
 
     items: Tensor
@@ -76,8 +76,8 @@ def cut(
     Args:
         prefixes: of rows with one new token each.
         num_new: of every row.
-        cut: how; a prefix is cut as a row of its length would be, but a short one as well: what it
-            makes is merged with the rows' own in any case.
+        cut: the rule; a prefix is cut like a row of its length, and also if it is short, because
+            its parts are merged with the rows' own in any case.
     """
     cut = cut._replace(uncut=0)
     starts = np.cumsum([0, *num_new])
@@ -100,7 +100,7 @@ def cut(
 
 
 def plan(work: Work, device: torch.device) -> Plan:
-    """The work on the device."""
+    """Sends the work to the device."""
     items, total, skips = _send(work, device)
     return Plan(items, total, skips, int(work.skips[:, 1].max()))
 

@@ -45,7 +45,7 @@ def _convolve(
     BLOCK_F: tl.constexpr,
     SILU: tl.constexpr,
 ):
-    """One program moves the state of some channels of a row on."""
+    """One program advances the state of some channels of a row."""
     PIECES: tl.constexpr = (CHANNELS + BLOCK_C - 1) // BLOCK_C
     row = (tl.program_id(0) // PIECES).to(tl.int64)
     channel = tl.program_id(0) % PIECES * BLOCK_C + tl.arange(0, BLOCK_C)

@@ -1,4 +1,4 @@
-"""Checks the inputs of kernels of one token, and the pools of states that they go over."""
+"""Checks the inputs of kernels of one token, and the pools of states that they read and write."""
 
 from __future__ import annotations
 

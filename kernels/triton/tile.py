@@ -1,8 +1,8 @@
 """Device functions: pages out of a page table, tiles out of pages and into them.
 
-Page ids become int64 before they are multiplied, or a pool beyond 2^31 elements is read elsewhere.
-No load leaves a page: ids of tokens out of range are replaced before they are used. Tiles fall into
-as many parts of the head dim as a word holds elements (`codes.py`).
+Page ids become int64 before they are multiplied; otherwise addresses in a pool beyond 2^31 elements
+would be wrong. No load leaves a page: ids of tokens out of range are replaced before they are used.
+A tile has as many parts of the head dim as a word holds elements (`codes.py`).
 """
 
 from __future__ import annotations
@@ -155,9 +155,9 @@ def times(parts, factor):
 _FUNCTIONS = page_ids, pages_of, place, next_staging, load_tile, store_tile, zeros, times
 
 # Triton hashes a kernel with the functions it calls, and the hash depends on whether these were
-# hashed before. In this order a kernel has one hash in every process: caches on disk are found.
+# hashed before. In a fixed order a kernel has one hash in every process, and caches on disk serve.
 for _function in _FUNCTIONS:
-    getattr(_function, "cache_key", None)  # the interpreter's have none
+    getattr(_function, "cache_key", None)  # the interpreter's functions have none
 
 
 @triton.jit

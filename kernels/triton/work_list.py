@@ -23,7 +23,7 @@ from pagedkv.kernels.scoring import NO_WINDOW
 from .launch import Launcher, Target, target_of
 
 FIELDS: tl.constexpr = tl.constexpr(8)
-# What an item says, in this order:
+# Fields of an item, in this order:
 #   row       of the page table
 #   token     of the packed queries, the tile's first
 #   count     queries of the tile
@@ -39,9 +39,9 @@ class Bounds(NamedTuple):
     """Bounds of the rows that take part, known on the host; they need not be reached.
 
     Attributes:
-        rows: how many.
+        rows: how many rows.
         tokens: new tokens of all of them.
-        max_new, max_kv: new tokens, and length, of one.
+        max_new, max_kv: new tokens, and length, of one row.
     """
 
     rows: int
@@ -55,13 +55,13 @@ class Cut(NamedTuple):
 
     Attributes:
         fewest, most: new tokens of the rows that take part.
-        queries: of a tile.
+        queries: queries of a tile.
         split: fewest tokens of a split.
         splits: most splits of a row.
         block: splits begin at multiples of this many tokens.
-        longest: tokens up to which splits grow with their row; a row that is longer still has more
-            of them, and from `splits` on longer ones again.
-        shares: splits of a row as long as they grow.
+        longest: tokens up to which a split grows with its row; longer rows have more splits, and
+            once these are `splits`, longer ones again.
+        shares: splits of a row while they grow.
         uncut: tokens up to which a row is one split, whatever else is said.
     """
 
@@ -147,11 +147,11 @@ def _cut_rows(
     most,
     queries,
     most_new,
-    CUT: tl.constexpr,  # but for what `fewest`, `most` and `queries` say
+    CUT: tl.constexpr,  # without `fewest`, `most` and `queries`
     HAS_SKIPS: tl.constexpr,
     CAUSAL: tl.constexpr,
 ):
-    """One program a row: counts the items before its own, then writes those.
+    """One program for a row counts the items before its own, then writes its own.
 
     A row's tiles come last first: under a causal mask the last sees most.
     """

@@ -1,4 +1,4 @@
-"""Writes new K and V into pages, by slot; formats whose scales are of tokens are coded on the way.
+"""Writes new K and V into pages, by slot; codes them on the way, unless codes need a whole page.
 
 One program takes some rows (token, KV head) of both K and V. Bytes moved: 2 x T x G x D x itemsize
 read, what the format takes of it written, plus 8 a token for its slot.
@@ -112,7 +112,7 @@ def write_kv(
     """Twin of `reference.write_kv`; K and V may be slices of a wider tensor.
 
     Args:
-        v: None where V's pages are a view of K's.
+        v: None if V's pages are a view of K's.
     """
     halves = [Pages.of(k_pages), Pages.of(v_pages)]
     first_page = 0

@@ -1,11 +1,11 @@
-"""Attention of a group of warps to the tiles of an item, products under exponentials.
+"""Attention of a group of warps to the tiles of an item; products run during exponentials.
 
 A tile's scores and the sums of the tile before it are issued together. Weights are made of those
 scores while the tensor cores still sum: `WARPGROUP.DEPBAR` of the sums stands behind the
 exponentials in compiled code, as `benchmarks/kernel_report.py` checks.
 
-Tiles are attended last first: the last alone has tokens that were not written, and masks come in
-front of the loop that has none.
+Tiles are attended from the last to the first: only the last has tokens that were not written, and
+so masked tiles come before the loop without masks.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ LARGEST: gl.constexpr = gl.constexpr(1e36)  # stands for an infinite sink, whose
 
 @gluon.jit
 def made(terms, SIZES: gl.constexpr):
-    """How scores are made of products: what a product is grown by, and the scale of what results.
+    """Returns how scores are made of products: a factor within tanh, and the scale of the result.
 
     A capped score is tanh(product x scale / softcap), times softcap. Its tanh takes the place of
     the product, and softcap that of the scale.
@@ -66,7 +66,7 @@ def _weights(
     S_LAYOUT: gl.constexpr,
     P_LAYOUT: gl.constexpr,
 ):
-    """Weights of a tile, by what earlier sums fade, largest product and sum of weights."""
+    """Weights of a tile, the factor of earlier sums, largest product and sum of weights."""
     growth, scale = scores_by
     if SIZES.softcap:
         # tanh(x) = 1 - 2 / (exp(2x) + 1), which does not overflow into NaN.
@@ -129,8 +129,8 @@ def _steps(
             *(k_ring.dtype, MASKED, SIZES, S_LAYOUT, P_LAYOUT),
         )
         if not MASKED:
-            # The wait depends on no weight, and ptxas would move it in front of them; but not in
-            # front of what is stored.
+            # The wait depends on no weight, so ptxas would move it in front of them; but it does
+            # not move it in front of a store.
             anchor.store(total)
         acc = warpgroup_mma_wait(0, deps=[acc])
         barrier()
@@ -182,8 +182,8 @@ def attend(
     acc = gl.zeros([GROUP_M, DIM], gl.float32, O_LAYOUT)
     state = weights, top, total, acc, count + 1
 
-    # Steps count tiles from the last one on. All queries see all of tiles up to the first one's
-    # position, and from where the last one's window begins.
+    # Steps count tiles from the last one on. All queries see all of the tiles between where the
+    # last query's window begins and the first query's position.
     steps = high - low
     seen = high - gl.maximum(first + 1, 0) // SIZES.block_n
     seen = gl.minimum(gl.maximum(seen, 1), steps)

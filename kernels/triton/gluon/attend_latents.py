@@ -1,7 +1,7 @@
 """Attention of two groups of warps to latents, and the warp that copies for them.
 
-Parts of a tile have rings of their own, as `latents.py` says. What one group gives the
-other, a tile of weights and a number a row, has one place.
+Each part of a tile has a ring of its own, as `latents.py` says. One group gives the other a tile
+of weights and a number a row, which have one place.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def _share(work, index, SIZES: gl.constexpr):
 
 @gluon.jit
 def _copy_queries(queries, token, first, shares):
-    """Begins to copy 64 heads of a query; nobody has those behind the share's last as a result."""
+    """Begins to copy 64 heads of a query; results of those behind the share's last go nowhere."""
     half_desc, rest_desc, rows, q_left, q_right, q_rest, full, empty = queries
     ROW: gl.constexpr = (2 * HALF + REST) * half_desc.dtype.primitive_bitwidth // 8
     mbarrier.wait(empty, shares % 2 ^ 1)
@@ -112,7 +112,7 @@ def _scores(queries, rings, count, S_LAYOUT: gl.constexpr, SIZES: gl.constexpr):
     scores = warpgroup_mma(q_rest, keys, zeros, use_acc=False, is_async=True)
     mbarrier.wait(left_full.index(place), phase)
     scores = warpgroup_mma(q_left, left.index(place).permute((1, 0)), scores, is_async=True)
-    # Last what is emptied last.
+    # The part that is emptied last comes last.
     mbarrier.wait(right_full.index(place), phase)
     return warpgroup_mma(q_right, right.index(place).permute((1, 0)), scores, is_async=True)
 
@@ -130,7 +130,7 @@ def _weights(
     S_LAYOUT: gl.constexpr,
     SIZES: gl.constexpr,
 ):
-    """Weights of a tile, by what earlier sums fade, largest product and sum of weights."""
+    """Weights of a tile, the factor of earlier sums, largest product and sum of weights."""
     if (start < begin) | (start + SIZES.block_n > end):
         token = start + gl.arange(0, SIZES.block_n, gl.SliceLayout(0, S_LAYOUT))
         seen = gl.expand_dims((token >= begin) & (token < end), 0)
@@ -147,7 +147,7 @@ def _weights(
 def _show(exchange, weights, fade, shown):
     """Gives the other group a tile's weights, once it has multiplied those before.
 
-    By `fade` it multiplies its sums.
+    The other group multiplies its sums by `fade`.
     """
     w_tile, fades, full, empty = exchange
     mbarrier.wait(empty, shown % 2 ^ 1)

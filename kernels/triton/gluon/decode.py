@@ -2,10 +2,10 @@
 
 Of a program's five warps one copies tiles of K and V by the tensor memory accelerator (TMA). It
 walks the work list by itself, so the pages of an item are on their way while another is attended,
-and what loads wait for in front of an item, its row, table and ids, costs no time of the memory.
-The other four take the rows of an item, the query heads of a KV head times its queries, as one
-product of 64 rows, most of them empty: arithmetic is a third of the time that a tile's bytes take.
-Queries are loaded an item ahead, and where they lie two.
+and memory is not idle while the row, table and ids of an item are loaded. The other four warps take
+the rows of an item, the query heads of a KV head times its queries, as one product of 64 rows, most
+of them empty: arithmetic is a third of the time that a tile's bytes take. Queries are loaded one
+item ahead, and their places two.
 
 Bytes, items and parts as in `triton/decode.py`; parts are merged as there. Tests run it in threads
 (`tests/kernels/triton/gluon/emulator.py`).
@@ -30,7 +30,7 @@ from .attend import GROUP_M, LARGEST, attend, before_tokens, made
 from .pages import Sizes, barrier, copy_item, grid, item, new_rings, served
 
 LN2: gl.constexpr = gl.constexpr(0.6931471805599453)
-INFINITE: gl.constexpr = gl.constexpr(3e38)  # as in `triton/attend.py`, which merges read
+INFINITE: gl.constexpr = gl.constexpr(3e38)  # as in `triton/attend.py`, for merging parts
 TOLD: gl.constexpr = gl.constexpr(4)  # items that one warp may be ahead of the others
 ROWS = 64  # of a tile
 
@@ -39,9 +39,9 @@ class Tuning(NamedTuple):
     """Tokens a tile, tiles of K and of V in the ring, programs a multiprocessor, registers.
 
     Attributes:
-        block_n: divides where splits begin, see `decode_tuning.Tuning.cut`.
+        block_n: splits begin at multiples of it, see `decode_tuning.Tuning.cut`.
         registers: of a thread as the program starts; half of its threads copy, or do nothing.
-        copying: registers of a thread of those; the others get the rest.
+        copying: registers of a thread of that half; the other half gets the rest.
     """
 
     block_n: int
@@ -51,8 +51,8 @@ class Tuning(NamedTuple):
     copying: int
 
 
-# By head dim: 192 KiB of rings on a multiprocessor. Of two programs one multiplies while the other
-# waits for a product or begins an item; heads of 256 leave room for one.
+# By head dim: 192 KiB of rings on a multiprocessor. If two programs fit, one multiplies while the
+# other waits for a product or begins an item; heads of 256 leave room for one.
 TUNING = {
     64: Tuning(64, 6, 2, 128, 40),
     128: Tuning(64, 3, 2, 128, 40),
@@ -63,17 +63,17 @@ NUM_WARPS = 4  # that multiply
 
 @gluon.jit
 def _copy(work, source, rings, told, SIZES: gl.constexpr):
-    """The warp that copies: takes items as they come, tells the others which, and copies its tiles.
+    """The warp that copies takes items as they come, tells the others which, and copies tiles.
 
-    The first two of a program are its own: to ask takes time, and the first copy is waited for. The
-    others go to whoever asks first, because not all multiprocessors read as fast. The last program
-    to end leaves the counters as it found them.
+    A program's first two items are fixed: asking takes time, and the first copy is waited for. The
+    others go to the program that asks first, because not all multiprocessors read equally fast. The
+    last program to end leaves the counters as it found them.
     """
     items_ptr, total_ptr, _ = work
     index_ring, full, empty = told
     WORD: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     index = gl.program_id(0)
-    # Read whether it is there or not: to wait for their number would begin the first copy later.
+    # Read without knowing that it exists: waiting for the count would delay the first copy.
     row, _, _, _, begin, end, head = item(items_ptr, 1, index, SIZES)
     last = gl.load(total_ptr) * SIZES.num_kv_heads - 1
     number = 0
@@ -167,17 +167,17 @@ def _multiply(
         part = gl.load(at + 6)
         partial = gl.load(at + 7)
         parts = gl.load(parts_ptr + row)
-        index = _told(told, number)  # whose barrier is that of the queries, too
+        index = _told(told, number)  # its barrier serves the queries, too
         number += 1
         q = _load_queries(queries, items_ptr, index, end_at, LAYOUT, SIZES)
 
         position = first + rows // RATIO
         if not SIZES.window:
-            # Queries that see their whole row stand behind its end.
+            # Queries that see their whole row have positions behind its end.
             position = gl.minimum(position, end - 1)
         real = rows // RATIO < new
         head = kv_head * RATIO + rows % RATIO
-        # What is counted once is counted in the row's first part.
+        # A sink is counted once, in the row's first part.
         before = before_tokens(terms, head, real & (part == 0), scale, S_LAYOUT)
         found = row, own, new, first, begin, end, kv_head
         acc, total, top, count = attend(
@@ -263,7 +263,7 @@ def _decode_hopper(
 
 
 def serves(geometry: Geometry, scoring: Scoring, target: Target, rows: int) -> bool:
-    """Whether there is a kernel for tiles of so many rows; `decode.py` has the others."""
+    """Whether there is a kernel for tiles of so many rows; `triton/decode.py` has the others."""
     is_known = geometry.head_dim == geometry.v_dim and geometry.head_dim in TUNING
     return rows <= ROWS and is_known and served(geometry, scoring, target)
 
@@ -278,7 +278,7 @@ def paged_attention(
     scoring: Scoring,
     results: tuple[Tensor, Tensor, Tensor, Tensor],
 ) -> None:
-    """The launch of `decode.paged_attention` for what `serves` says.
+    """Attends as `triton/decode.py` does, to what `serves` allows.
 
     Args:
         work: cut into tiles of at most `ROWS` rows.

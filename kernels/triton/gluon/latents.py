@@ -1,8 +1,8 @@
 """Decode over latents on Hopper: one group of warps makes scores and weights, both sum values.
 
-A program takes up to 64 query heads of an item of the work list, which have one query. K is all
+A program takes up to 64 query heads of an item of the work list, an item being one query. K is all
 columns of a latent, V the first of them, and a tile lies in shared memory in three parts, each in
-a ring of its own: the left half of V, its right half, and what K has beyond V.
+a ring of its own: the left half of V, its right half, and the columns of K behind V.
 
 - The group `attend_left` multiplies queries with all three parts, makes weights of the scores, and
   sums the left half, whose 64 x 256 sums are all that a group's registers hold.
@@ -33,10 +33,10 @@ from .attend import GROUP_M
 from .attend_latents import HALF, REST, attend_left, attend_right, copy_parts
 from .pages import grid, served
 
-COLUMNS = 576, 64  # of K, and of those behind V's
+COLUMNS = 576, 64  # of K, and of its part behind V
 HALF_COLUMNS = 256
 NUM_WARPS = 4  # of a group
-# Of a tile of one query; fewer leave most of it empty, and are taken with several queries.
+# Heads of a tile of one query; with fewer, which would leave much empty, a tile has several.
 FEWEST_HEADS, MOST_HEADS = 33, 64
 
 
@@ -57,7 +57,7 @@ class Sizes(NamedTuple):
 
     Attributes:
         k: strides of pages, KV heads and slots.
-        heads: of a tile.
+        heads: query heads of a tile.
         shares: programs of an item, one for each share of each KV head's query heads.
         box: tokens of a copy, all of one page.
     """
@@ -150,10 +150,10 @@ def _latents_hopper(
 
 
 def serves(q: Tensor, geometry: Geometry, heads: int, scoring: Scoring, target: Target) -> bool:
-    """Whether there is a kernel for these latents and terms; `decode.py` has the others.
+    """Whether there is a kernel for these latents and terms; `triton/decode.py` has the others.
 
     Args:
-        q: whose heads are copied as rows of a grid.
+        q: its heads are copied as rows of a grid.
         heads: of a tile of one query.
     """
     return (
@@ -178,7 +178,7 @@ def paged_attention(
     scoring: Scoring,
     results: tuple[Tensor, Tensor, Tensor, Tensor],
 ) -> None:
-    """Attends to what `serves` says, as the kernel of `decode.py` does.
+    """Attends as `triton/decode.py` does, to what `serves` allows.
 
     Args:
         heads: of a tile.

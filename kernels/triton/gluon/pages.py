@@ -1,7 +1,7 @@
 """Tiles of K and V on their way from pages into shared memory, and the work they are copied for.
 
-A ring has places for tiles. Its barriers say of each whether it is full, for the warps that
-multiply, or empty, for the warp that copies; the phase of a barrier tells one round from the next.
+A ring has places for tiles. Its barriers tell the warps that multiply when a place is full, and the
+warp that copies when it is empty; the phase of a barrier tells one round from the next.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def fields_of(item):
 
 @gluon.jit
 def tiles(begin, end, BLOCK_N: gl.constexpr):
-    """First tile of a range, and one past its last; there is always one, if nothing is in it."""
+    """First tile of a range, and one past its last; an empty range has one tile, too."""
     low = begin // BLOCK_N
     return low, gl.maximum(gl.cdiv(end, BLOCK_N), low + 1)
 
@@ -181,7 +181,7 @@ def copy_item(found, source, rings, count, SIZES: gl.constexpr):
 
 @gluon.jit
 def copy_tiles(work, source, rings, SIZES: gl.constexpr):
-    """The warp that copies, where the items of a program are known beforehand."""
+    """The warp that copies, if the items of a program are known beforehand."""
     items_ptr, total = work
     count = 0
     for index in range(gl.program_id(0), total * SIZES.num_kv_heads, gl.num_programs(0)):
@@ -192,7 +192,7 @@ def copy_tiles(work, source, rings, SIZES: gl.constexpr):
 def blank(tile, start, begin, end, LAYOUT: gl.constexpr, SIZES: gl.constexpr):
     """Zeroes tokens out of range: an unwritten slot may hold NaN, and 0 x NaN is NaN.
 
-    Where there are two groups both do it, and write the same.
+    If there are two groups, both do it, and write the same.
     """
     offs = gl.arange(0, BLANK, gl.SliceLayout(1, LAYOUT))
     if (start < begin) | (start + SIZES.block_n > end):
@@ -211,14 +211,14 @@ def blank(tile, start, begin, end, LAYOUT: gl.constexpr, SIZES: gl.constexpr):
 
 
 def served(geometry: Geometry, scoring: Scoring, target: Target) -> bool:
-    """Whether tiles can be copied out of these pages, and scores be made of them."""
+    """Whether tiles can be copied out of these pages, and such scores be made of them."""
     return (
         target.arch == 90
         and geometry.dtype.itemsize == 2
         and geometry.k.format.dense
         and geometry.v.format.dense
         and not geometry.staging.stride_n
-        and geometry.page % 16 == 0  # the least of what is copied at once, see `Sizes.box`
+        and geometry.page % 16 == 0  # the fewest tokens of a copy, see `Sizes.box`
         and _is_grid(geometry.k)
         and _is_grid(geometry.v)
         and scoring.tree is None
@@ -235,7 +235,7 @@ def _is_grid(pages: Layout) -> bool:
 
 
 def grid(pages: Tensor, box: int, columns: int) -> TensorDescriptor:
-    """Slots as rows, for the accelerator to copy boxes of."""
+    """Describes slots as rows, of which the accelerator copies boxes."""
     stride = pages.stride(2)
     last = sum(step * (count - 1) for step, count in zip(pages.stride(), pages.shape))
     shape = [last // stride + 1, stride]

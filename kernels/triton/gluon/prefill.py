@@ -2,8 +2,8 @@
 
 Of a program's nine warps one copies tiles of K and V out of pages by the tensor memory accelerator
 (TMA), a ring of tiles ahead of the others. Two groups of four warps take 64 rows each of a tile of
-128, which is cut as in `triton/prefill.py` and means the same. Programs are as many as
-multiprocessors and walk the work list.
+128, which is cut as in `triton/prefill.py` and means the same. There are as many programs as
+multiprocessors, and they walk the work list.
 
 Bytes and FLOP as in `triton/prefill.py`. Triton's interpreter has no Gluon; tests
 run the functions of this folder in threads instead (`tests/kernels/triton/gluon/emulator.py`).
@@ -46,7 +46,7 @@ class Tuning(NamedTuple):
     copying: int
 
 
-# By head dim: 160 KiB each, 192 of 256, and a tile or more on its way while one is attended.
+# By head dim: 160 KiB each, 192 for 256; a tile or more is on its way while one is attended.
 TUNING = {
     64: Tuning(128, 4, 232, 40),
     128: Tuning(128, 2, 240, 24),
@@ -154,7 +154,7 @@ def _prefill_hopper(
 
 
 def serves(geometry: Geometry, scoring: Scoring, target: Target) -> bool:
-    """Whether there is a kernel for these heads, pages and terms; `prefill.py` has the others."""
+    """Whether there is a kernel for these heads and terms; `triton/prefill.py` has the others."""
     is_known = geometry.head_dim == geometry.v_dim and geometry.head_dim in TUNING
     return is_known and served(geometry, scoring, target)
 
@@ -170,7 +170,7 @@ def paged_attention(
     out: Tensor,
     lse: Tensor,
 ) -> None:
-    """`prefill.paged_attention` of what `serves` says.
+    """Attends as `triton/prefill.py` does, to what `serves` allows.
 
     Args:
         work: cut into tiles of `ROWS` rows.
