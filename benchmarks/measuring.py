@@ -132,7 +132,7 @@ def flusher(device: torch.device) -> Callable[[], object]:
 
 
 def main_time(times: Times | None) -> float | None:
-    """The time that is compared: graph replay with a cold L2, or eager where there is none."""
+    """The time that is compared: graph replay with a cold L2, or else an eager call."""
     if not times:
         return None
     return times.get("graph_cold", times.get("eager_cold", times.get("eager")))

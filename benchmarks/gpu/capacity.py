@@ -49,7 +49,7 @@ def cells() -> list[Cell]:
 
 
 def variants(cell: Cell) -> dict[str, dict[str, Any]]:
-    """Fields of the cache of each way; chosen pages where a text is long."""
+    """Returns each way's fields of the cache; ways with chosen pages only if a text is long."""
     found, length = dict(FORMATS), max(cell.kv_lens)
     if length > 32 * cell.page_size:
         found["read 1/8"] = {"read_tokens": length // 8 // 32 * 32}

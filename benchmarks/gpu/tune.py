@@ -51,7 +51,7 @@ DECODE_N, PREFILL_M, PREFILL_N = (16, 32, 64, 128), (64, 128), (32, 64, 128)
 SPLIT, SPLITS = (128, 256, 512, 1024), (32, 64, 128)
 KEPT = 2  # compilations of decode that are timed with every split
 SHOWN = 5
-TOLERANCE = {2: 1e-2, 4: 1e-4}  # of the relative error norm, by bytes an element
+TOLERANCE = {2: 1e-2, 4: 1e-4}  # most relative error norm, by bytes an element
 
 Change = dict[str, int]  # fields of a Tuning
 

@@ -39,7 +39,7 @@ def before_tokens(terms, head, counted):
 
     Args:
         terms: of the scores.
-        head: `[BLOCK_M]`, of each row's query.
+        head: `[BLOCK_M]`, the head of each row's query.
         counted: `[BLOCK_M]`, whether a sink is counted here: it is, once for every query.
     """
     top = tl.full(head.shape, float("-inf"), tl.float32)

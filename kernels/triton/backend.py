@@ -76,7 +76,7 @@ def plan(
     Args:
         q, k_pages, v_pages: as in `paged_attention`; only shapes, strides and formats count. V's
             pages are like K's unless given.
-        num_new: of each row, known to the host. While a graph is captured, of its rows to come.
+        num_new: new tokens of each row, known to the host; in a captured graph, of rows to come.
         max_kv: a bound of the rows' lengths.
         causal: if not, every query sees all tokens of its row; without a window.
         shared: work of prefixes that shall be attended once: `shared_prefix.plan` of the work of

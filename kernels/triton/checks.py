@@ -15,7 +15,7 @@ from .tile import WIDEST
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 HEAD_DIMS = (*range(16, WIDEST.value + 1, 16), 512)
-MOST_LATENT = 576  # columns of K, of which V is a view
+MOST_LATENT = 576  # columns of K, if V is a view of some
 OLDEST = 80  # compute capability 8.0: asynchronous copies, bfloat16
 MOST_ON_AMD = 128  # columns, so that tiles fit into 64 KB; coded pages need PTX
 FEW_ROWS = 32  # most rows of a product if products of 64 rows may not be added up

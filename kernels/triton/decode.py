@@ -78,7 +78,7 @@ def _decode(
     K: tl.constexpr,
     V: tl.constexpr,
     STAGING: tl.constexpr,
-    HEADS: tl.constexpr,  # of a KV head, that a tile takes
+    HEADS: tl.constexpr,  # query heads of a KV head in a tile
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     STAGING_N: tl.constexpr,  # tokens a tile of staging pages
@@ -205,7 +205,7 @@ def plan(
     """Cuts the rows of 1 to 16 new tokens; on the device, for every layer of the same kind.
 
     Args:
-        bounds: of those rows.
+        bounds: bounds of these rows.
         shared: for rows of one new token.
     """
     target = target_of(kv_lens.device)

@@ -142,5 +142,5 @@ def most_rows(target: Target, geometry: Geometry) -> int:
     """Returns the most rows of a product, which several queries fill."""
     sizes = 3 if target.arch == 0 else len(_entries(target, geometry))
     if geometry.chained and not target.chains:
-        sizes = 2  # of fewer than 64 rows
+        sizes = 2  # without products of 64 rows
     return min(8 << sizes, geometry.most_ratio)

@@ -19,7 +19,7 @@ from .slots import check_dtypes, check_pools, readable
 
 BLOCK_V = 32  # columns of a state for each program: 128 bytes of each of its rows
 MOST = 256  # rows of a state, which a program holds in registers
-NUMBERS = 64  # of a state, that a thread holds
+NUMBERS = 64  # numbers of a state that a thread holds
 
 
 @triton.jit(

@@ -88,7 +88,7 @@ def merge_parts(
     """Merges the rows that were cut into several parts.
 
     Args:
-        parts: `[B]`, of each row.
+        parts: `[B]`, how many parts each row has.
         partial, sums: `[B * max_new, P, H, D]` and `[B * max_new, P, H]`, the output and the
             log2-sum-exp of up to P parts.
         out, lse: `[T, H, D]` and `[T, H]`, written where those rows have tokens.

@@ -129,7 +129,7 @@ def _prefill(
     K: tl.constexpr,
     V: tl.constexpr,
     STAGING: tl.constexpr,
-    HEADS: tl.constexpr,  # of a KV head, that a tile takes
+    HEADS: tl.constexpr,  # query heads of a KV head in a tile
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     STAGING_N: tl.constexpr,  # tokens a tile of staging pages

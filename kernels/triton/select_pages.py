@@ -3,7 +3,7 @@
 Twin of `torch/select_pages`, which says what is computed. To score, a program takes the query heads
 of a KV head and a tile of a row's pages, and moves 4 x D bytes a page. To choose, a program takes
 all scores of a row and a KV head. Nothing is sorted: the smallest score that is chosen is found bit
-by bit, for each of which scores above are counted; ids are written in the order of their columns.
+by bit, by counting the scores above it, and ids are written in the order of their columns.
 """
 
 from __future__ import annotations
@@ -169,7 +169,7 @@ def _choose_columns(
                 least = tried
             else:
                 above = many
-        # Of equal scores those of the first columns are chosen.
+        # Among equal scores, those of the first columns are chosen.
         taken, equal = 0, 0
         for first in range(0, columns, BLOCK):
             column = first + offs

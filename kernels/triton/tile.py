@@ -82,7 +82,7 @@ def place(
 
 @triton.jit
 def next_staging(table_ptr, column, columns, first_staging):
-    """The first column from this one on whose page is a staging page; `columns` if none is."""
+    """Finds the first column, from this one on, that has a staging page; else `columns`."""
     found = columns
     while (column < columns) & (found == columns):
         offs = column + tl.arange(0, 128)

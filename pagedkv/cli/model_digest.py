@@ -29,7 +29,7 @@ ON_HUB = (["model.safetensors", "model-*.safetensors", "adapter_model.*"], ["pyt
 def identity_of(model: str, tokenizer: str | None = None) -> dict[str, str]:
     """Digests of all that decides a model's answers: configurations, tokenizer, weights.
 
-    Of each tensor of the weights it reads 1 KiB, spread evenly. That is enough to notice training
+    It reads 1 KiB of each tensor of the weights, spread evenly. That is enough to notice training
     or merging, and too little to notice a few numbers changed by hand. It does not matter which
     file has which tensor.
 

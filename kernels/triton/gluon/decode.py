@@ -1,6 +1,6 @@
 """Decode on Hopper: a warp that copies pages, items ahead of the warps that multiply, in Gluon.
 
-Of a program's five warps one copies tiles of K and V by the tensor memory accelerator (TMA). It
+One of a program's five warps copies tiles of K and V by the tensor memory accelerator (TMA). It
 walks the work list by itself, so the pages of an item are on their way while another is attended,
 and memory is not idle while the row, table and ids of an item are loaded. The other four warps take
 the rows of an item, the query heads of a KV head times its queries, as one product of 64 rows, most

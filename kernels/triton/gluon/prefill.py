@@ -1,6 +1,6 @@
 """Prefill on Hopper: a warp that copies pages beside warps that multiply, written in Gluon.
 
-Of a program's nine warps one copies tiles of K and V out of pages by the tensor memory accelerator
+One of a program's nine warps copies tiles of K and V out of pages by the tensor memory accelerator
 (TMA), a ring of tiles ahead of the others. Two groups of four warps take 64 rows each of a tile of
 128, which is cut as in `triton/prefill.py` and means the same. There are as many programs as
 multiprocessors, and they walk the work list.
