@@ -1,4 +1,4 @@
-"""Reads a prefix that decoding rows share once for all of them.
+"""Reads a prefix that decoding rows share, once for all of them.
 
 Its parts are parts like any other: the decode kernel attends to the prefix with the queries of many
 rows as rows of one product, then to each row's own tokens, and the merge weighs both. The host
