@@ -50,8 +50,8 @@ def check(given: Given) -> None:
     Random prompts are answered one at a time with transformers' cache,
     then together with `PagedCache`, in a second turn, and with
     `BatchGenerator`. Tokens may differ where the two likeliest ones are
-    closer than the model's own rounding. Of a model that no list knows
-    each layer is compared first, and what it keeps is said.
+    closer than the model's own rounding. If no list knows the model, the
+    command first compares each layer, and says what the layer keeps.
 
     For example:
 

@@ -164,7 +164,7 @@ OUTPUT_OPTIONS = (
     OUTPUT(
         "--explain",
         bool,
-        "Say in the end of which prompts the most was computed, and why it was not found.",
+        "At the end, name the prompts that took most computing, and why nothing was found.",
     ),
     OUTPUT("--trace FILE", Path | None, "Record what happens to every page, for `pagedkv trace`."),
 )

@@ -40,13 +40,12 @@ PLAN_OPTIONS = (
         "--device-memory SIZE",
         str | None,
         "Memory of the device that the model may use, for example 8GiB. "
-        "[dim]Default: nine tenths of that of --gpu.[/dim]",
+        "[dim]Default: nine tenths of the memory of --gpu.[/dim]",
     ),
     MACHINE(
         "--gpu NAME",
         str | None,
-        "A card, for example 'RTX 4090', whose memory and speeds are taken; list prints "
-        "those that are known.",
+        "Take memory and speeds of this card, for example 'RTX 4090'; list prints the known cards.",
         callback=_list_gpus,
         is_eager=True,
     ),

@@ -67,13 +67,13 @@ QUALITY_OPTIONS = (
     TRIED(
         "--retention POLICY:KEEP...",
         list[str] | None,
-        f"Which pages are given up ({', '.join(POLICIES)}), and how much stays: "
-        "keydiff:0.5 keeps half of what was seen, keydiff:2048 so many tokens.",
+        f"Which policy gives pages up ({', '.join(POLICIES)}), and how much it keeps: "
+        "keydiff:0.5 keeps half of the text, keydiff:2048 so many tokens.",
     ),
     TRIED(
         "--read-tokens TOKENS...",
         list[str] | None,
-        "How much of what is kept a new token attends to: 0.25 of the text, or 2048.",
+        "How much a new token attends to: 0.25 is a quarter of the text, 2048 is so many tokens.",
     ),
     TRIED("--combine", bool, "Try every format with every policy and reading as well."),
     TRIED(
@@ -87,8 +87,8 @@ QUALITY_OPTIONS = (
     TRIED(
         "--at-most NATS",
         float | None,
-        "Find the smallest that stays below this KL on texts like these, of which windows "
-        "of --length tokens are read. [dim]0.01 is hardly ever seen.[/dim]",
+        "Find the smallest cache that stays below this KL on texts like these, read in windows "
+        "of --length tokens. [dim]Readers hardly ever notice 0.01.[/dim]",
     ),
     OUTPUT("--plot PICTURE", Path | None, "Draw the figures into a .png, .pdf or .svg."),
     OUTPUT("--json FILE", Path | None, "Write all figures as JSON."),
