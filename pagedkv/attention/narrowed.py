@@ -1,8 +1,9 @@
-"""Queries for the last new tokens of each row alone, where how pages are read goes by all of them.
+"""Spreads queries of a row's last new tokens among all of them, if all decide how pages are read.
 
-A row of one new token chooses the pages it reads, and no row of several. Triton's kernel for rows
-of few new tokens looks for staging pages where these are. A page that fills in this step has no
-bounds yet by which it could be chosen, and may be a staging page in front of coded ones.
+A row with one new token chooses the pages that it reads; a row with several reads all pages. So one
+query of a longer step must not choose: pages that fill in this step have no bounds yet. Triton's
+kernel for few new tokens looks for staging pages only at a row's end, and a longer step may have
+filled one before coded pages.
 """
 
 from __future__ import annotations
@@ -17,11 +18,12 @@ from .call import Call
 
 
 def among_all(call: Call, whole: StepMetadata) -> tuple[Call, Tensor | None]:
-    """The call with queries for all new tokens, zeros but for its own, and the places of these.
+    """Returns the call with zero queries for the other new tokens, and the places of its own.
 
     Args:
-        call: checked, perhaps in a narrowed step; where nothing goes by its rows it stays as it is.
-        whole: the step that this was made of.
+        call: a checked call, perhaps in a narrowed step; it is returned as it is, with None, if the
+            number of new tokens does not matter to it.
+        whole: the step that the call's step was narrowed from.
     """
     step, config = call.step, call.step.config
     by_rows = call.reads or (config.staged and step.backend == "triton")
