@@ -43,6 +43,12 @@ _CONV = {**_SHAPE, "layer_types": ["conv", "full_attention", "conv", "conv"]}
 _SHARED = {**_ALL_HEADS, "layers_block_type": ["linear_attention", "hybrid"] * 2}
 
 # family: (configuration class, its fields)
+_INKLING = {
+    **{**_SHAPE, "head_dim": 8, "swa_num_attention_heads": 2, "swa_num_key_value_heads": 1},
+    **{"swa_head_dim": 16, "sliding_window_size": 8, "rel_extent": 5, "d_rel": 6},
+    **{"conv_kernel_size": 3, "n_routed_experts": 2, "num_experts_per_tok": 1},
+    **{"moe_intermediate_size": 16, "log_scaling_n_floor": 12},
+}
 HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_next": ("Qwen3Next", {**_DELTA, **_QWEN_EXPERTS, "head_dim": 16}),
     "qwen3_5": ("Qwen3_5Text", {**_DELTA, "head_dim": 16}),
@@ -94,20 +100,13 @@ HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
     # others are scaled from the twelfth token on.
     "inkling_text": (
         "InklingText",
-        {**_SHAPE, "head_dim": 8, "swa_num_attention_heads": 2, "swa_num_key_value_heads": 1}
-        | {"swa_head_dim": 16, "sliding_window_size": 8, "rel_extent": 5, "d_rel": 6}
-        | {"conv_kernel_size": 3, "n_routed_experts": 2, "num_experts_per_tok": 1}
-        | {"n_shared_experts": 1, "moe_intermediate_size": 16, "local_layer_ids": [0, 2, 3]}
-        | {"mlp_layer_types": ["dense", "sparse"] * 2, "log_scaling_n_floor": 12}
-        | {"logits_mup_width_multiplier": 1.0},
+        {**_INKLING, "n_shared_experts": 1, "local_layer_ids": [0, 2, 3]}
+        | {"mlp_layer_types": ["dense", "sparse"] * 2, "logits_mup_width_multiplier": 1.0},
     ),
     # The same with sinks that differ by query, attention between layers, and other convolutions.
     "inkling2_text": (
         "Inkling2Text",
-        {**_SHAPE, "head_dim": 8, "swa_num_attention_heads": 2, "swa_num_key_value_heads": 1}
-        | {"swa_head_dim": 16, "sliding_window_size": 8, "rel_extent": 5, "d_rel": 6}
-        | {"conv_kernel_size": 3, "n_routed_experts": 2, "num_experts_per_tok": 1}
-        | {"moe_intermediate_size": 16, "log_scaling_n_floor": 12, "unpadded_vocab_size": 101}
+        {**_INKLING, "unpadded_vocab_size": 101}
         | {"layer_types": ["hybrid_sliding", "hybrid"] * 2, "n_layers_per_attn_res_block": 2},
     ),
     "jamba": (

@@ -34,7 +34,7 @@ from benchmarks.gpu import ours
 from benchmarks.gpu.measure import ready
 from benchmarks.kernel_report import Shipped, analyse, problems
 from benchmarks.peers.dense import check_attention
-from pagedkv.kernels.triton import decode, launch, prefill
+from pagedkv.kernels.triton import decode, geometry, prefill
 from pagedkv.kernels.triton.card import CHIPS, absent_card
 from pagedkv.kernels.triton.decode_tuning import MOST_QUERIES
 
@@ -202,16 +202,16 @@ def written(tuning: Any) -> str:
 
 def line(layer: Layer, entry: str) -> str:
     dim = max(64, triton.next_power_of_2(layer.heads.d))
-    roomy = launch.Target(0, layer.arch, CHIPS[layer.arch].shared, 1).roomy
+    roomy = geometry.Target(0, layer.arch, CHIPS[layer.arch].shared, 1).roomy
     return f"    ({layer.arch}, {roomy}, {dim}, {layer.dtype.itemsize}): {entry},"
 
 
 def known(layer: Layer, module: Any, *more: int) -> Any:
     """Returns the table's present configuration."""
     chip = CHIPS[layer.arch]
-    target = launch.Target(0, layer.arch, chip.shared, chip.processors)
+    target = geometry.Target(0, layer.arch, chip.shared, chip.processors)
     case = make_case(workloads(layer, None)[0], "meta", layer.dtype)
-    return module.tuning(target, launch.Geometry.of(case.q, case.k_pages), *more)
+    return module.tuning(target, geometry.Geometry.of(case.q, case.k_pages), *more)
 
 
 def tune(layer: Layer, asked: argparse.Namespace) -> list[str]:

@@ -24,7 +24,8 @@ from . import page_mass as observe
 from .checks import check_call, check_lengths, check_pages, check_supported
 from .copy import copy_pages
 from .decode_tuning import MOST_QUERIES, Tuning, most_rows
-from .launch import Geometry, target_of
+from .geometry import Geometry
+from .launch import target_of
 from .page_coding import decode_pages, encode_pages, write_pages
 from .page_mass import page_mass
 from .select_pages import chosen_table, lens_read

@@ -19,7 +19,8 @@ from pagedkv.kernels.formats import Pages
 from pagedkv.kernels.like import Like
 from pagedkv.kernels.scoring import Scoring, Terms
 
-from .launch import ALIGNMENT, Geometry, Launch, Launcher, check_aligned, is_ready
+from .geometry import Geometry
+from .launch import ALIGNMENT, Launch, Launcher, check_aligned, is_ready
 
 Pair = tuple[Tensor | Pages, Tensor | Pages]  # K and V pages of a layer
 New = tuple[Tensor, Tensor, Tensor]  # q, k and v of a step's new tokens

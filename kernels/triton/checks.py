@@ -10,7 +10,8 @@ from torch import Tensor
 from pagedkv.kernels.formats import KV_FORMATS, Format, Pages
 from pagedkv.kernels.scoring import Scoring
 
-from .launch import ALIGNMENT, NOT_THERE, Geometry, Layout, check_aligned, in_units, target_of
+from .geometry import NOT_THERE, Geometry, Layout
+from .launch import ALIGNMENT, check_aligned, in_units, target_of
 from .tile import WIDEST
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)

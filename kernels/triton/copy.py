@@ -12,7 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .launch import Launcher, Target, check_aligned, layer_stride, target_of
+from .geometry import Target
+from .launch import Launcher, check_aligned, layer_stride, target_of
 from .tile import at_layer
 
 BLOCK = 2048  # elements a program

@@ -29,7 +29,8 @@ from . import shared_prefix
 from .attend import attend, before_tokens, natural
 from .decode_tuning import MOST_QUERIES, Tuning, most_rows
 from .decode_tuning import tuning as tuning  # backend.py takes it from here
-from .launch import Geometry, Launcher, Target, in_units, pointers, target_of
+from .geometry import Geometry, Target, pointers
+from .launch import Launcher, in_units, target_of
 from .proved import is_on
 from .tile import load_tile, store_tile, times, zeros
 from .work_list import FIELDS, Bounds, Work, cut_rows

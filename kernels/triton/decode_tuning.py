@@ -8,7 +8,7 @@ from typing import NamedTuple
 import triton
 
 from . import shared_prefix
-from .launch import Geometry, Target
+from .geometry import Geometry, Target
 from .work_list import Cut
 
 MOST_QUERIES = 16  # rows with more new tokens are prefill's

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from pagedkv.kernels.torch.delta_rule import EPSILON, check_call
 
-from .launch import Launcher, Target, target_of
+from .geometry import Target
+from .launch import Launcher, target_of
 from .slots import check_dtypes, check_pools, readable
 
 BLOCK_V = 32  # columns of a state for each program: 128 bytes of each of its rows

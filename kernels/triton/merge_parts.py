@@ -13,7 +13,8 @@ import triton.language as tl
 from torch import Tensor
 
 from .attend import natural
-from .launch import Launcher, Target, target_of
+from .geometry import Target
+from .launch import Launcher, target_of
 
 # Registers hold the outputs of so many parts at once: 32 elements a thread, so that 8 programs of
 # wide heads fit beside each other, and one loads while another waits.

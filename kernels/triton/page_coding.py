@@ -21,15 +21,8 @@ from torch import Tensor
 from pagedkv.kernels.formats import DENSE, Pages
 
 from .codes import encode_channels, encode_tokens, excess, step_and_least, unpack
-from .launch import (
-    Half,
-    Launcher,
-    Target,
-    check_aligned,
-    in_units,
-    layer_stride,
-    target_of,
-)
+from .geometry import Half, Target
+from .launch import Launcher, check_aligned, in_units, layer_stride, target_of
 from .tile import at_layer, load_tile, store_tile
 from .write import store_scales
 

@@ -24,7 +24,8 @@ from pagedkv.kernels.prefixes import Ints
 from pagedkv.kernels.sending import sent
 
 from .attend import LOG2E
-from .launch import Launcher, Target, target_of
+from .geometry import Target
+from .launch import Launcher, target_of
 
 FIELDS: tl.constexpr = tl.constexpr(5)
 # Fields of a room, in this order:

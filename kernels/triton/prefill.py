@@ -22,14 +22,8 @@ from pagedkv.kernels.scoring import NO_WINDOW, Scoring, ScoringKind
 
 from .attend import attend, before_tokens, natural
 from .decode_tuning import MOST_QUERIES
-from .launch import (
-    Geometry,
-    Launcher,
-    Target,
-    in_units,
-    pointers,
-    target_of,
-)
+from .geometry import Geometry, Target, pointers
+from .launch import Launcher, in_units, target_of
 from .proved import is_on
 from .tile import load_tile, next_staging, store_tile, times, zeros
 from .work_list import FIELDS, Bounds, Cut, Work, cut_rows

@@ -19,7 +19,8 @@ from torch import Tensor
 from pagedkv.kernels.torch.select_pages import LARGEST, NEWEST
 
 from .codes import step_and_least
-from .launch import Launcher, Target, check_aligned, in_units, target_of
+from .geometry import Target
+from .launch import Launcher, check_aligned, in_units, target_of
 from .tile import WIDEST
 
 BLOCK_N = 64  # pages a tile

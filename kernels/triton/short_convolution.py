@@ -14,7 +14,8 @@ from torch import Tensor
 
 from pagedkv.kernels.torch.short_convolution import check_call
 
-from .launch import Launcher, Target, target_of
+from .geometry import Target
+from .launch import Launcher, target_of
 from .slots import check_dtypes, check_pools, readable
 
 BLOCK = 1024  # numbers of a state for each program

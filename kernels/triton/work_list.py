@@ -20,7 +20,8 @@ from torch import Tensor
 
 from pagedkv.kernels.scoring import NO_WINDOW
 
-from .launch import Launcher, Target, target_of
+from .geometry import Target
+from .launch import Launcher, target_of
 
 FIELDS: tl.constexpr = tl.constexpr(8)
 # Fields of an item, in this order:

@@ -16,7 +16,8 @@ from torch import Tensor
 from pagedkv.kernels.formats import Pages
 
 from .codes import encode_tokens
-from .launch import Half, Launcher, Target, check_aligned, in_units, target_of
+from .geometry import Half, Target
+from .launch import Launcher, check_aligned, in_units, target_of
 from .tile import load_tile, store_tile
 
 BLOCK_ROWS = 16

@@ -29,7 +29,8 @@ class OwnCall(NamedTuple):
 
 def _by_triton(call: OwnCall) -> tuple[Tensor, Tensor]:
     from pagedkv.kernels.triton import backend as kernels
-    from pagedkv.kernels.triton.launch import Geometry, check_aligned
+    from pagedkv.kernels.triton.geometry import Geometry
+    from pagedkv.kernels.triton.launch import check_aligned
 
     q, k, v, plan, scoring, causal, _, out, lse = call
     geometry, window = Geometry.of(q, k, v), scoring.window

@@ -243,7 +243,7 @@ import itertools, sys
 from pagedkv.kernels.triton.card import CHIPS, absent_card
 from benchmarks.compiled.shipped import ALL_TERMS, BF16, FP32, Heads, _attend
 from pagedkv.kernels.prefixes import Prefix
-from pagedkv.kernels.triton.launch import NOT_THERE, Geometry
+from pagedkv.kernels.triton.geometry import NOT_THERE, Geometry
 
 arch = int(sys.argv[1])
 with absent_card(arch):

@@ -106,7 +106,7 @@ def test_sliding_layers_keep_their_window():
 def test_attention_of_a_card_has_room_for_as_many_parts_as_its_kernels_make(kv_heads):
     pytest.importorskip("triton")
     from pagedkv.kernels.triton import decode
-    from pagedkv.kernels.triton.launch import NOT_THERE, Geometry, Target
+    from pagedkv.kernels.triton.geometry import NOT_THERE, Geometry, Target
 
     sizes = 2 * kv_heads, kv_heads, 128, 16
     geometry = Geometry(*sizes, *[NOT_THERE] * 3, torch.bfloat16, 128)

@@ -26,7 +26,8 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from pagedkv.kernels.formats import Pages
 from pagedkv.kernels.scoring import Scoring
-from pagedkv.kernels.triton.launch import Geometry, Launcher, Target, in_units, target_of
+from pagedkv.kernels.triton.geometry import Geometry, Target
+from pagedkv.kernels.triton.launch import Launcher, in_units, target_of
 from pagedkv.kernels.triton.work_list import Work
 
 from .attend import GROUP_M

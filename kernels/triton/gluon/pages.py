@@ -15,7 +15,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from pagedkv.kernels.scoring import Scoring
-from pagedkv.kernels.triton.launch import Geometry, Layout, Target
+from pagedkv.kernels.triton.geometry import Geometry, Layout, Target
 from pagedkv.kernels.triton.work_list import FIELDS
 
 BLANK: gl.constexpr = gl.constexpr(16)  # tokens that are blanked at once

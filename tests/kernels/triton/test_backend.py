@@ -13,7 +13,7 @@ from pagedkv.kernels.scoring import Scoring
 from pagedkv.kernels.triton import backend as paged
 from pagedkv.kernels.triton import launch
 from pagedkv.kernels.triton.backend import check_pages
-from pagedkv.kernels.triton.launch import Geometry
+from pagedkv.kernels.triton.geometry import Geometry
 from tests.effort import few
 from tests.kernels.steps import DEVICE, LAYOUTS, NOWHERE, Step, pages_of, step_of
 from tests.kernels.triton_cases import with_half

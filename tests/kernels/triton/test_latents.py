@@ -9,7 +9,7 @@ from pagedkv.kernels.formats import FORMATS, Pages
 from pagedkv.kernels.prefixes import Prefix
 from pagedkv.kernels.triton import backend as paged
 from pagedkv.kernels.triton import launch
-from pagedkv.kernels.triton.launch import Geometry
+from pagedkv.kernels.triton.geometry import Geometry
 from tests.effort import examples, sampled, slow
 from tests.kernels import steps
 from tests.kernels.steps import DEVICE, LAYOUTS, step_of

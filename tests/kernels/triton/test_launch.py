@@ -14,7 +14,7 @@ import torch
 
 from pagedkv.kernels import formats
 from pagedkv.kernels.triton import checks, decode_tuning, prefill
-from pagedkv.kernels.triton.launch import NOT_THERE, Geometry, Layout, Target
+from pagedkv.kernels.triton.geometry import NOT_THERE, Geometry, Layout, Target
 
 ROOT = Path(__file__).resolve().parents[3]
 

@@ -12,7 +12,7 @@ pytest.importorskip("triton")
 
 from pagedkv.kernels.triton import decode, decode_tuning, prefill
 from pagedkv.kernels.triton import work_list as work
-from pagedkv.kernels.triton.launch import NOT_THERE, Geometry
+from pagedkv.kernels.triton.geometry import NOT_THERE, Geometry
 from pagedkv.kernels.triton.work_list import Bounds, Cut
 from tests.effort import examples, sampled
 from tests.kernels.steps import DEVICE

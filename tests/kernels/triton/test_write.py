@@ -7,7 +7,7 @@ pytest.importorskip("triton")
 
 from pagedkv.kernels import reference
 from pagedkv.kernels.triton import backend as paged
-from pagedkv.kernels.triton import launch, write
+from pagedkv.kernels.triton import geometry, launch, write
 from tests.kernels.steps import DEVICE, LAYOUTS, pages_of
 from tests.kernels.triton_cases import HALF, assert_same_bits, random_bits
 
@@ -87,7 +87,7 @@ def test_tokens_may_lie_more_than_2_to_the_31_elements_apart():
 
 
 def test_slots_of_another_size_are_another_kernel():
-    half, target = launch.Half(*launch.NOT_THERE, 16), launch.Target(-1, 0, 1, 1)
+    half, target = geometry.Half(*geometry.NOT_THERE, 16), geometry.Target(-1, 0, 1, 1)
     kinds = [(torch.float32, number) for number in (torch.int32, torch.int64)]
     one, other = (write._launcher(2, 16, half, half, kind, target) for kind in kinds)
     assert one is not other

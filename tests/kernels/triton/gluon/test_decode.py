@@ -13,7 +13,7 @@ from pagedkv.kernels.prefixes import Prefix
 from pagedkv.kernels.scoring import Scoring
 from pagedkv.kernels.triton import backend as paged
 from pagedkv.kernels.triton import decode
-from pagedkv.kernels.triton.launch import Geometry, Target
+from pagedkv.kernels.triton.geometry import Geometry, Target
 from tests.kernels import truth
 from tests.kernels.correctness import same
 from tests.kernels.steps import step_of

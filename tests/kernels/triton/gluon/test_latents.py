@@ -13,7 +13,7 @@ from pagedkv.kernels.prefixes import Prefix
 from pagedkv.kernels.scoring import Scoring
 from pagedkv.kernels.triton import merge_parts, shared_prefix
 from pagedkv.kernels.triton.decode_tuning import MOST_QUERIES
-from pagedkv.kernels.triton.launch import Geometry, Target
+from pagedkv.kernels.triton.geometry import Geometry, Target
 from pagedkv.kernels.triton.work_list import Bounds, Cut, Work, cut_rows
 from tests.kernels.steps import step_of
 from tests.kernels.triton.gluon import emulator

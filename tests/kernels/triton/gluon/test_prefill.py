@@ -10,7 +10,7 @@ pytest.importorskip("triton")
 from pagedkv.kernels.formats import Pages
 from pagedkv.kernels.scoring import NO_WINDOW, Scoring
 from pagedkv.kernels.triton import prefill
-from pagedkv.kernels.triton.launch import Geometry, Target
+from pagedkv.kernels.triton.geometry import Geometry, Target
 from pagedkv.kernels.triton.work_list import Bounds, Cut, cut_rows
 from tests.kernels.steps import step_of
 from tests.kernels.triton.gluon import emulator
