@@ -30,6 +30,8 @@ TOWER = re.compile(
 # Experts that tokens are routed to, without parts that every token takes.
 EXPERTS = re.compile(r"(^|\.)experts\.(?!e_score|post_expert_norm)")
 SHARED = re.compile(r"\d\.shared_transf")  # blocks of zamba, in the layer that has one first
+# Queries of Inkling 2's layers, in lists of their own; the first layer has none for attention.
+QUERIES = re.compile(r"\battn_res\.(attn|mlp)_queries\.(\d+)$")
 BLOCKS, SCALES = "_blocks", "_scales"  # how names of tensors in mxfp4 end
 # Ends of the names of tensors that lie beside packed weights.
 BESIDE = re.compile(r"(scales?|zeros|zero_point|absmax|g_idx|scale_inv)$")
@@ -63,6 +65,8 @@ def weights_in(
             found.append(("", 0, "tables", False, tensor))
         elif TOWER.search(indexed[1] if indexed else tensor.name.rpartition(".")[0]):
             found.append(("", 0, "tower", False, tensor))
+        elif query := QUERIES.search(tensor.name):
+            found.append((query[1], int(query[2]) + (query[1] == "attn"), "layer", False, tensor))
         elif indexed:
             lists[indexed[1]][int(indexed[2])] += tensor.nbytes
             routed = _is_of_experts(tensor, indexed[3], experts)
@@ -82,7 +86,7 @@ def weights_in(
     decoder = max(whole, key=lambda name: sum(lists[name].values()))
     weights = []
     for name, index, part, routed, tensor in found:
-        if part == "layer" and name != decoder:
+        if part == "layer" and name != decoder and not QUERIES.search(tensor.name):
             part = "rest"
         if part == "layer" and index not in wanted:
             continue  # layers past the last predict several tokens; transformers leaves them out

@@ -111,7 +111,9 @@ def _nbytes(weight: Weight, bits: float | None, wide: int) -> int:
 
 def is_matrix(weight: Weight) -> bool:
     """Whether a layer multiplies tokens with a weight; other weights are norms, biases, kernels."""
-    return bool(weight.layers) and (len(weight.shape) == 2 or weight.is_expert)
+    module = weight.name.rpartition(".")[0].rpartition(".")[2]
+    matrix = len(weight.shape) == 2 and "norm" not in module  # a norm of heads may have two axes
+    return bool(weight.layers) and (matrix or weight.is_expert)
 
 
 def _widths(
