@@ -21,6 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from multiprocessing.connection import Connection, Listener, wait
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -67,7 +68,8 @@ def outcomes(
     ranks = _pool().ranks(n)
     begun = time.monotonic()
     for rank in ranks:
-        rank.send((function, args, kwargs))
+        with suppress(ConnectionError):  # of one that died before: what is received says so
+            rank.send((function, args, kwargs))
     found: dict[int, Outcome] = {}
     while len(found) < n:
         left = [rank for i, rank in enumerate(ranks) if i not in found]

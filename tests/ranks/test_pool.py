@@ -60,3 +60,10 @@ def test_one_rank_that_fails_makes_no_test_wait_and_no_other_fail(how, said, sec
     with pytest.raises(AssertionError, match=f"rank 1: (.|\n)*{said}"):
         run(2, f"{ME}:ends", how, seconds=seconds)
     assert len(run(2, "os:getpid")) == 2
+
+
+def test_ranks_that_died_between_two_calls_are_told_once_and_replaced():
+    # Alone finds: a pool that keeps dead ranks, and every later test of that size fails with them.
+    os.kill(run(3, "os:getpid")[0], 9)
+    assert outcomes(3, "os:getpid")[0].error == "died"
+    assert len(run(3, "os:getpid")) == 3

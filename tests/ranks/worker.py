@@ -39,8 +39,13 @@ def fork(address: str, forker: Connection, rank: int, n: int, store: str) -> int
     process = os.fork()
     if process:
         return process
-    forker.close()
-    be_rank(address, rank, n, store)
+    try:
+        forker.close()
+        be_rank(address, rank, n, store)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(1)  # a rank that went on behind this would end the groups that were forked before
 
 
 def end(group: list[int]) -> None:
@@ -55,7 +60,6 @@ def be_rank(address: str, rank: int, n: int, store: str) -> NoReturn:
     place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": n, "LOCAL_WORLD_SIZE": n}
     os.environ |= {name: str(value) for name, value in place.items()}
     asked = Client(address)
-    asked.send(rank)
     torch.distributed.init_process_group(
         "gloo",
         store=torch.distributed.FileStore(store, n),
@@ -65,6 +69,7 @@ def be_rank(address: str, rank: int, n: int, store: str) -> NoReturn:
     )
     # A shell that runs the tests in the background has them ignore Ctrl-C, which is inherited.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    asked.send(rank)  # a function that ends its rank must not find others that still look for it
     while True:
         try:
             name, args, kwargs = asked.recv()
