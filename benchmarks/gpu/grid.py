@@ -19,8 +19,8 @@ HEADS = {
     "M": Heads(128, 1, 576),  # DeepSeek V3: latents of 512 and 64
 }
 K = 1024
-DECODE = ("flashinfer", "flashinfer+plan", "sglang", "torch-varlen", "read")
-PREFILL = ("flashinfer-fa2", "flashinfer-fa3", "sglang", "torch-varlen", "sdpa", "sdpa-dense")
+DECODE = ("flashinfer", "flashinfer+plan", "read")
+PREFILL = ("flashinfer-fa2", "flashinfer-fa3", "sdpa", "sdpa-dense")
 PLANNED = ("flashinfer-fa2", "flashinfer-fa2+plan")
 BIG = "must >= 0.95x flashinfer, >= 90% of read; goal >= 1.03x, >= 95% of read"
 MID = "must >= 1.0x flashinfer; goal >= 1.15x"
@@ -97,7 +97,7 @@ def ragged_cells() -> list[Cell]:
 
 def verify_cells() -> list[Cell]:
     def cell(name: str, new: int) -> Cell:
-        facts = {"peers": (*PLANNED, "sglang", "read"), "base": f"decode/{name}/b32/4k/p16"}
+        facts = {"peers": (*PLANNED, "read"), "base": f"decode/{name}/b32/4k/p16"}
         return alike(f"verify/{name}/q{new}/b32/4k", name, 32, 4 * K, VERIFY, new, **facts)
 
     return [cell("A", 4), cell("A", 8), cell("A", 2), cell("A", 16), cell("C", 4)]
@@ -119,7 +119,7 @@ def prefill_cells() -> list[Cell]:
     cells += [full("B", 8 * K), full("E", 8 * K), full("F", 8 * K)]
     cells += [chunk(2 * K, 64 * K), chunk(2 * K, 8 * K), chunk(512, 8 * K), chunk(8 * K, 64 * K)]
     lens, new = (8 * K,) * 64, (4 * K,) + (1,) * 63
-    peers = (*PLANNED, "flashinfer-fa3", "sglang")
+    peers = (*PLANNED, "flashinfer-fa3")
     return [*cells, Cell("mixed/A/4k+63x8k", HEADS["A"], lens, new, 16, peers, CHUNK)]
 
 
@@ -132,7 +132,7 @@ def append_cells() -> list[Cell]:
 
 
 def shared_cells() -> list[Cell]:
-    peers = ("flashinfer-cascade", "flashinfer", "sglang")
+    peers = ("flashinfer-cascade", "flashinfer")
     return [
         alike(
             f"shared/A/n{rows}/{short(prefix)}+{short(own)}",

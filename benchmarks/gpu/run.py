@@ -55,7 +55,7 @@ def machine(device: torch.device, commit: str) -> Record:
     """Describes the machine that the numbers were measured on."""
     facts: Record = {"commit": commit, "date": time.strftime("%Y-%m-%d")}
     facts |= {"python": platform.python_version(), "torch": torch.__version__}
-    facts |= {"triton": triton.__version__, "flashinfer": available()["flashinfer"]}
+    facts |= {"triton": triton.__version__, "flashinfer": available()}
     if device.type != "cuda":
         return facts | {"device": platform.processor() or platform.machine()}
     properties = torch.cuda.get_device_properties(device)
@@ -219,8 +219,7 @@ def dry_run(cells: list[Cell], folder: Path) -> None:
         size = max(cell.bytes, cell.num_pages * cell.page_size * cell.token_bytes()) / 2**20
         print(f"{cell.id:<28} {size:>7.0f} MiB  {' '.join(cell.peers)}  [{cell.target}]")
     print(f"{len(cells)} cells")
-    for name, state in available().items():
-        print(f"{name}: {state}")
+    print(f"flashinfer: {available()}")
     print("modules in", folder / "aot")
     for name in build.built(folder / "aot"):
         print(" ", name)

@@ -1,11 +1,11 @@
-"""Brings the peers to a machine that has a GPU but no network.
+"""Brings FlashInfer to a machine that has a GPU but no network.
 
 Here: `python -m benchmarks.peers.build` downloads wheels into `.gpu/wheels` and compiles
 FlashInfer's modules for Hopper into `.gpu/aot`. It needs nvcc 13, a C++ compiler and torch (a CPU
-build will do), no GPU; SGLang's Triton files go to `.gpu/sglang`. There:
-`python3 -m benchmarks.peers.build --install SITE` unpacks wheels and modules into a folder for
-PYTHONPATH. FlashInfer does not compile a module that it finds beside its package, so no minute of
-the GPU goes into nvcc. All of this is other people's code: carried, never committed.
+build will do), no GPU. There: `python3 -m benchmarks.peers.build --install SITE` unpacks wheels and
+modules into a folder for PYTHONPATH. FlashInfer does not compile a module that it finds beside its
+package, so no minute of the GPU goes into nvcc. All of this is other people's code: carried, never
+committed.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import shutil
 import subprocess
 import sys
 import time
-import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +27,6 @@ TVM_FFI = "apache-tvm-ffi==0.1.15.post2"
 SMALL = ("nvidia-ml-py", "tabulate", "tqdm", "click", "einops", "packaging")
 # Only this machine's compile step needs them.
 HOST_ONLY = ("filelock", "ninja", "requests", "urllib3", "idna", "certifi", "charset-normalizer")
-SGLANG = "sglang==0.5.10.post1"
-SGLANG_FILES = ("decode_attention", "extend_attention", "prefill_attention")
 CURAND = "nvidia-curand>=10,<11"  # FlashInfer's Hopper templates include its headers
 PLATFORMS = ("2_28", "2_27", "2_24", "2_17")
 
@@ -80,17 +77,6 @@ def download(wheels: Path, python: str) -> None:
     target += [f"--python-version={python}"]
     target += [f"--platform=manylinux_{glibc}_x86_64" for glibc in PLATFORMS]
     pip("download", *target, f"--dest={wheels}", FLASHINFER, TVM_FFI, *SMALL)
-
-
-def unpack_sglang(folder: Path, wheels: Path) -> None:
-    """Takes three Triton files out of a wheel, without the rest and what that depends on."""
-    inside = [f"sglang/srt/layers/attention/triton_ops/{name}.py" for name in SGLANG_FILES]
-    if all((folder / path).is_file() for path in inside):
-        return
-    pip("download", "--no-deps", "--only-binary=:all:", f"--dest={wheels}", SGLANG)
-    with zipfile.ZipFile(next(wheels.glob("sglang-*.whl"))) as wheel:
-        for path in inside:
-            wheel.extract(path, folder)
 
 
 def make_host(host: Path) -> None:
@@ -165,7 +151,6 @@ def main() -> None:
         return
     os.nice(10)
     download(wheels, options.python)
-    unpack_sglang(options.work / "sglang", options.work / "build")
     make_host(options.work / "host")
     prepare_compiler(options.work / "host", options.work / "build")
     compile_modules(aot, list(MODULES) if options.only is None else options.only)

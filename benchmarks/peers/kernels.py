@@ -9,16 +9,11 @@ and so cannot be captured in a CUDA graph; the others plan ahead, which flatters
 from __future__ import annotations
 
 import importlib
-import inspect
-import math
 import os
-import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -30,11 +25,7 @@ from benchmarks.cells import Call, Case, Peer, Ready
 from benchmarks.peers.dense import check_attention, sdpa
 
 WORKSPACE = 256 << 20  # bytes of scratch FlashInfer splits rows into
-# Folder that holds sglang's `sglang/srt/layers/attention/triton_ops`.
-SGLANG = "PAGEDKV_SGLANG"
 BLOCK = 8192  # 32 KB of int32: 8 warps, eight 16-byte loads in flight for each thread
-TORCH_PAGE = 256  # tokens; pages of torch's FlashAttention have multiples of it
-MAX_SPLITS = 64  # of a row in SGLang's decode; it ships with 8, which starves small batches
 
 
 class Missing(Exception):
@@ -191,116 +182,6 @@ def flashinfer_append(case: Case) -> Call:
     return call
 
 
-# SGLang: its Triton kernels, without its server
-
-
-@cache
-def sglang(name: str) -> ModuleType:
-    default = Path(__file__).resolve().parents[2] / ".gpu" / "sglang"
-    folder = Path(os.environ.get(SGLANG, default))
-    if not (folder / "sglang").is_dir():
-        raise Missing(f"no sglang folder; name one in {SGLANG}")
-    utils = ModuleType("sglang.srt.utils")
-    utils.is_cuda, utils.is_hip = torch.cuda.is_available, lambda: False  # type: ignore[attr-defined]
-    sys.modules.setdefault(utils.__name__, utils)
-    sys.path.append(str(folder))
-    try:
-        return importlib.import_module(f"sglang.srt.layers.attention.triton_ops.{name}")
-    except ImportError as error:
-        raise Missing(f"sglang's kernels do not import: {error}") from error
-    finally:
-        sys.path.remove(str(folder))
-
-
-def sglang_slots(case: Case, lengths: list[int]) -> tuple[Tensor, Tensor]:
-    """SGLang's page table: `indptr` and slots of the first tokens of each row."""
-    device, size = case.q.device, case.cell.page_size
-    inside = torch.arange(size, device=device)
-    slots = [
-        (case.row_ids(row)[:, None] * size + inside).flatten()[:length]
-        for row, length in enumerate(lengths)
-    ]
-    return int32([0, *lengths]).cumsum(0).int().to(device), torch.cat(slots)
-
-
-def sglang_attend(case: Case) -> Call:
-    h, g, d = case.cell.heads
-    # SGLang wants slots of `[G, D]`, so it works on a copy.
-    k, v = (x.transpose(1, 2).reshape(-1, g, d) for x in (case.k_pages, case.v_pages))
-    out, device = case.output(), case.q.device
-    if case.cell.decode:
-        decode = sglang("decode_attention").decode_attention_fwd
-        starts, slots = sglang_slots(case, list(case.cell.kv_lens))
-        rows = len(case.cell.new)
-        # A few waves of programs; each program takes up to 16 heads of a group.
-        wanted = math.ceil(4 * 132 / (rows * g * math.ceil(h / g / 16)))
-        splits = max(1, min(MAX_SPLITS, wanted))
-        counts = torch.full((rows,), splits, dtype=torch.int32, device=device)
-        logits = torch.empty(rows, h, splits, d, device=device)
-        lse = torch.empty(rows, h, splits, device=device)
-
-        def call() -> Tensor:
-            tables = (starts, slots, logits, lse, counts, splits)
-            decode(case.q, k, v, out, *tables, case.scale, 1.0, 1.0)
-            return out
-
-        return call
-    extend = sglang("extend_attention").extend_attention_fwd
-    prefix = [kv - new for kv, new in zip(case.cell.kv_lens, case.cell.new)]
-    starts, slots = sglang_slots(case, prefix)
-    k_new, v_new = k[case.slots], v[case.slots]
-    longest = max(case.cell.new)
-
-    def call_extend() -> Tensor:
-        tables = (case.query_start_loc, starts, slots, None, True, None, longest)
-        extend(case.q, k_new, v_new, out, k, v, *tables, 1.0, 1.0, sm_scale=case.scale)
-        return out
-
-    return call_extend
-
-
-# torch: FlashAttention behind a page table, from the release on that has one
-
-
-def torch_varlen(case: Case) -> Call:
-    """Torch's own paged attention, on a copy: it wants `[P, G, D]` in pages of 256."""
-    cell, device = case.cell, case.q.device
-    if device.type != "cuda":
-        raise Missing("torch attends to pages on a GPU only")
-    varlen = importlib.import_module("torch.nn.attention.varlen").varlen_attn
-    if "block_table" not in inspect.signature(varlen).parameters:
-        raise Missing(f"torch {torch.__version__} has no block_table")
-    counts = [-(-n // TORCH_PAGE) for n in cell.kv_lens]
-    ids = torch.randperm(sum(counts), device=device).split(counts)
-    k, v = (_in_torch_pages(case, pool, ids) for pool in (case.k_pages, case.v_pages))
-    table = torch.nn.utils.rnn.pad_sequence(ids, batch_first=True).int()
-    lens = case.query_start_loc, None, max(cell.new), max(cell.kv_lens)
-    pages: dict[str, Any] = {"seqused_k": case.kv_lens, "block_table": table}
-
-    def call() -> Tensor:
-        return varlen(
-            case.q, k, v, *lens, scale=case.scale, window_size=(-1, 0), enable_gqa=True, **pages
-        )
-
-    try:
-        call()
-    except (RuntimeError, TypeError, ValueError) as error:
-        raise Missing(f"torch does not attend so: {error}") from error
-    return call
-
-
-def _in_torch_pages(case: Case, pool: Tensor, ids: Sequence[Tensor]) -> Tensor:
-    """The rows of K or V, each in pages of its own; `[N, 256, G, D]`."""
-    _, g, d = case.cell.heads
-    made = pool.new_zeros(sum(map(len, ids)), TORCH_PAGE, g, d)
-    for row, (own, length) in enumerate(zip(ids, case.cell.kv_lens)):
-        tokens = pool[case.row_ids(row)].transpose(1, 2).reshape(-1, g, d)[:length]
-        room = tokens.new_zeros(len(own) * TORCH_PAGE, g, d)
-        room[:length] = tokens
-        made[own] = room.view(len(own), TORCH_PAGE, g, d)
-    return made
-
-
 # Yardsticks: the same bytes, no arithmetic
 
 
@@ -366,24 +247,14 @@ PEERS: dict[str, Peer] = {
     "flashinfer-append": flashinfer_append,
     "sdpa": sdpa(gather=True),
     "sdpa-dense": sdpa(gather=False),
-    "sglang": sglang_attend,
-    "torch-varlen": torch_varlen,
     "read": read,
     "copy": copy,
 }
 
 
-def available() -> dict[str, str]:
-    """Returns what imports here, and why the rest does not."""
-    found = {}
-    loads: dict[str, Callable[[], Any]] = {
-        "flashinfer": flashinfer,
-        "sglang decode": lambda: sglang("decode_attention"),
-        "sglang extend": lambda: sglang("extend_attention"),
-    }
-    for name, load in loads.items():
-        try:
-            found[name] = getattr(load(), "__version__", "imports")
-        except Missing as missing:
-            found[name] = str(missing)
-    return found
+def available() -> str:
+    """Returns the version of FlashInfer that imports here, or why none does."""
+    try:
+        return getattr(flashinfer(), "__version__", "imports")
+    except Missing as missing:
+        return str(missing)

@@ -12,6 +12,7 @@ pytest.importorskip("triton")
 
 from benchmarks.cells import make_case
 from benchmarks.gpu import delta_rule, grid, measure, ours, precompile
+from pagedkv.kernels.triton.ahead import Done
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -49,6 +50,7 @@ from triton import knobs
 from triton.runtime import driver
 from pagedkv.kernels.triton.card import AbsentCard
 from benchmarks.gpu import grid, precompile
+from pagedkv.kernels.triton import ahead
 from pagedkv.kernels.triton import backend as paged
 
 cells = [cell for cell in grid.core() if cell.id in ("decode/A/b1/4k/p16", "append/A/1x4k")]
@@ -64,10 +66,10 @@ jobs, wrong = precompile.collect(partial(precompile.call, cell) for cell in cell
 assert not wrong, wrong
 names = {job.kernel for job in jobs}
 assert names == {"_decode_hopper", "_merge", "_cut_rows", "_write_kv"}, names
-precompile.start(90)
+ahead.start(90)
 for job in jobs:
     if job.kernel in ("_write_kv", "_cut_rows"):
-        done = precompile.build(job)
+        done = ahead.build(job)
         assert done.error is None, done
         assert not done.cached, done
 
@@ -91,13 +93,13 @@ assert hits == {"_cut_rows": True, "_write_kv": True}, hits
     forked(program, TRITON_INTERPRET="0", TRITON_CACHE_DIR=str(tmp_path))
 
 
-def test_what_does_not_compile_is_told_and_that_of_peers_fails_nothing(monkeypatch, capsys) -> None:
-    jobs = [precompile.Job(module, module, (), (), ()) for module in ("ours", precompile.PEERS)]
-    done = [precompile.Done(job, 1.0, False, f"{job.module} is wrong") for job in jobs]
-    monkeypatch.setattr(precompile, "collect", lambda *_: (jobs, ["a cell is wrong"]))
-    monkeypatch.setattr(precompile, "compile_all", lambda *_: done)
+def test_what_does_not_compile_is_told(monkeypatch, capsys) -> None:
+    job = precompile.Job("ours", "kernel", (), (), ())
+    monkeypatch.setattr(precompile, "collect", lambda *_: ([job], ["a cell is wrong"]))
+    done = [Done(job, 1.0, False, "ours is wrong")]
+    monkeypatch.setattr(precompile, "compile_all", lambda *_, **options: done)
     assert precompile.main([]) == ["a cell is wrong", "ours is wrong"]
-    assert "a cell is wrong\nours is wrong\npeers is wrong" in capsys.readouterr().out
+    assert "a cell is wrong\nours is wrong\n" in capsys.readouterr().out
 
 
 def test_a_call_that_cannot_be_listed_hides_no_other(forked) -> None:

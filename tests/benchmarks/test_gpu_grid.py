@@ -121,12 +121,12 @@ def test_what_is_left_out_is_said_and_the_rest_is_measured(monkeypatch) -> None:
     monkeypatch.setattr(measure.ours, "variants", lambda case: ["ours"])  # others are interpreted
     cell = by_id(CORE)["decode/A/b1/1k/p16"].shrunk()
     tried = []
-    found = measure.measure_cell(cell, CPU, tried.append, {"ours", "sglang"})
+    found = measure.measure_cell(cell, CPU, tried.append, {"ours", "flashinfer"})
     assert found["ways"]["ours"] == {"failed": "left out, because it failed before"}
     assert "times" in found["ways"]["read"]
     assert tried[0] == measure.INPUTS
     assert tried[-1] == measure.TIMING
-    assert not {"ours", "sglang"} & set(tried)
+    assert not {"ours", "flashinfer"} & set(tried)
     assert not measure.measure_cell(cell, CPU, tried.append, {measure.INPUTS})["ways"]
 
 
@@ -140,7 +140,7 @@ def test_cells_are_reported_way_by_way(tmp_path: Path) -> None:
     run.run_cells(
         chosen, results, lambda cell, **_: record(cell, ours=spent[cell.id], flashinfer=135.0)
     )
-    results.data["cells"][chosen[1].id]["ways"]["sglang"] = {"missing": "no folder"}
+    results.data["cells"][chosen[1].id]["ways"]["read"] = {"missing": "no folder"}
     results.save()
     text = report.render(json.loads(results.path.read_text()))
     lines = (" ".join(line.split()) for line in text.splitlines())
@@ -153,7 +153,7 @@ def test_cells_are_reported_way_by_way(tmp_path: Path) -> None:
     assert "| flashinfer | 135 us | 3981 |" in peer
     assert "| 1.35x |" in peer
     assert "| 1.10x |" in verify
-    assert "| sglang | missing: no folder |" in missing
+    assert "| read | missing: no folder |" in missing
 
 
 def test_planning_is_compared_with_planning() -> None:
