@@ -1,7 +1,6 @@
 """Renders what `benchmarks.gpu.run` saved as Markdown: `python -m benchmarks.report cells.json`.
 
-A table for each operation, its cases one after the other, each way of a case beside ours. Where
-matplotlib is installed, a picture goes beside the file: the roofline, and shares of it.
+A table for each operation, its cases one after the other, each way of a case beside ours.
 """
 
 from __future__ import annotations
@@ -88,9 +87,9 @@ def info_of(
     mine = beside(name, times, cell["ways"])
     nbytes = way.get("bytes", cell["bytes"])
     info |= {"ratio": mine and spent / mine, "tops": tops}
-    info |= {"nbytes": nbytes, "GB/s": nbytes / spent / 1e3}
+    info["GB/s"] = nbytes / spent / 1e3
     if cell["flops"] and name not in YARDSTICKS:
-        info |= {"flops": cell["flops"], "TFLOPS": cell["flops"] / spent / 1e6}
+        info["TFLOPS"] = cell["flops"] / spent / 1e6
     return info
 
 
@@ -169,74 +168,11 @@ def render(data: dict[str, Any]) -> str:
     return "\n".join(parts)
 
 
-def plot(data: dict[str, Any], path: Path) -> bool:
-    """Draws the roofline, and how much of it each way reached; False if nothing has a rate.
-
-    Raises:
-        ImportError: matplotlib is not installed.
-    """
-    from matplotlib.figure import Figure
-
-    lines = [line for line in load(data) if line.bound]
-    if not lines:
-        return False
-    ways = list(dict.fromkeys(line.way for line in lines))
-    colours = {way: f"C{i}" for i, way in enumerate(ways)}
-    roof = [line for line in lines if "TFLOPS" in line.info and line.info.get("nbytes")]
-    figure = Figure(figsize=(16 if roof else 9, 2 + 0.22 * len(lines)), layout="constrained")
-    *left, right = figure.subplots(1, 2 if roof else 1, squeeze=False)[0]
-    for axes in left:
-        _roofline(axes, roof, colours)
-    _bars(right, lines, colours)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120)
-    return True
-
-
-def _roofline(axes: Any, lines: list[Line], colours: dict[str, str]) -> None:
-    read = max(line.info["tops"]["read_gbs"] for line in lines) / 1e3
-    top = max(line.info["tops"]["matmul_tflops"] for line in lines)
-    points = [(line.info["flops"] / line.info["nbytes"], line) for line in lines]
-    low, high = min(x for x, _ in points) / 2, max(max(x for x, _ in points), top / read) * 2
-    axes.plot([low, top / read, high], [low * read, top, top], color="0.4", zorder=1)
-    for way, colour in colours.items():
-        mine = [(x, line.info["TFLOPS"]) for x, line in points if line.way == way]
-        if mine:
-            axes.scatter(*zip(*mine), label=way, color=colour, s=28, alpha=0.8, zorder=2)
-    axes.set(xscale="log", yscale="log", xlabel="FLOP per byte", ylabel="TFLOPS", title="roofline")
-    axes.grid(alpha=0.3, which="both")
-    axes.legend()
-
-
-def _bars(axes: Any, lines: list[Line], colours: dict[str, str]) -> None:
-    labels, seen = [], None
-    for i, line in enumerate(lines):
-        assert line.bound is not None
-        axes.barh(i, 100 * line.bound[0], color=colours[line.way])
-        name = f"{line.op} {line.case}"
-        labels.append(f"{name}  {line.way}" if name != seen else line.way)
-        seen = name
-    axes.axvline(100, color="0.4", linewidth=1)
-    axes.set_yticks(range(len(lines)), labels, fontsize=7)
-    axes.set_ylim(len(lines) - 0.4, -0.6)
-    axes.set(xlabel="% of the nearer ceiling", title="share of what the device reaches")
-    axes.grid(alpha=0.3, axis="x")
-
-
 def main(arguments: list[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("file", type=Path, help="cells.json of a card")
-    parser.add_argument("--plots", type=Path, metavar="DIR", help="default: beside the file")
     options = parser.parse_args(arguments)
-    data = json.loads(options.file.read_text())
-    print(render(data))
-    picture = (options.plots or options.file.parent) / f"{options.file.stem}.png"
-    try:
-        drawn = plot(data, picture)
-    except ImportError:
-        print("no picture: matplotlib is not installed", file=sys.stderr)
-    else:
-        print(picture if drawn else "no picture: nothing has a rate", file=sys.stderr)
+    print(render(json.loads(options.file.read_text())))
 
 
 if __name__ == "__main__":

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,7 +24,8 @@ def data() -> dict[str, Any]:
     machine = {"device": "a card", "date": "2026-11-21", "commit": "abc"}
     state = {"correctness": "passed", "binaries": "passed"}
     run = {"machine": machine, **state, "ceilings": ceilings}
-    cells = [cell(CASE, 0, ours=1000.0, sdpa=2000.0), cell("prefill/B1-S8192", 10**12, ours=2000.0)]
+    prefill = cell("prefill/B1-S8192", 10**12, ours=2000.0, read=1000.0)
+    cells = [cell(CASE, 0, ours=1000.0, sdpa=2000.0), prefill]
     return {"runs": [run], "cells": {each["id"]: each for each in cells}}
 
 
@@ -42,48 +40,7 @@ def test_ways_of_a_case_are_set_against_ours(data: dict[str, Any]) -> None:
         f"| {CASE} | ours | 1 ms | 1000 | 25% of read stream | 1.00x | 1000 |",
         f"| {CASE} | sdpa | 2 ms | 500 | 12% of read stream | 2.00x | 2000 |",
     ]
-    assert "| prefill/B1-S8192 | ours | 2 ms | 500 | 500 | 75% of matmul |" in " ".join(lines)
-
-
-def test_a_picture_is_drawn_where_asked(
-    data: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    file = tmp_path / "out.json"
-    file.write_text(json.dumps(data))
-    report.main([str(file), "--plots", str(tmp_path / "plots")])
-    assert (tmp_path / "plots" / "out.png").stat().st_size > 0
-    assert "### decode" in capsys.readouterr().out
-
-
-def test_the_table_needs_no_matplotlib(
-    data: dict[str, Any],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    file = tmp_path / "out.json"
-    file.write_text(json.dumps(data))
-    report.main([str(file)])
-    printed = capsys.readouterr()
-    assert "### decode" in printed.out
-    assert "matplotlib" in printed.err
-    assert list(tmp_path.iterdir()) == [file]
-
-
-def test_cells_of_a_card_are_drawn_as_well(tmp_path: Path) -> None:
-    ways = {"ours": {"times": {"graph_cold": 10.0}}, "peer": {"missing": "not here"}}
-    ways["read"] = {"times": {"graph_cold": 9.0}}
-    cell = {"id": "decode/A", "bytes": 10**6, "flops": 10**7, "ways": ways, "run": 0}
-    cell |= {"base": None, "target": "must"}
-    cells = {"decode": cell, "prefill": cell | {"id": "prefill/A", "flops": 10**10}}
-    ceilings = {"read_gbs": 4000.0, "matmul_tflops": 700.0}
-    runs = [{"machine": {"device": "a card"}, "ceilings": ceilings, "correctness": "passed"}]
-    results = {"runs": runs, "cells": cells}
-    found = {(line.case, line.way): line.info for line in report.load(results)}
-    assert found["decode/A", "ours"]["GB/s"] == 100.0
-    assert found["prefill/A", "ours"]["TFLOPS"] == 1000.0
-    assert "TFLOPS" not in found["decode/A", "read"]  # the ceiling says as much
-    assert report.plot(results, tmp_path / "roofline.png")
-    assert (tmp_path / "roofline.png").stat().st_size > 10_000
+    ours, read = lines[-2:]
+    assert ours.startswith("| prefill/B1-S8192 | ours | 2 ms | 500 | 500 | 75% of matmul |")
+    # A yardstick makes no arithmetic.
+    assert read.startswith("| prefill/B1-S8192 | read | 1 ms | 1000 | – | 25% of read stream |")
