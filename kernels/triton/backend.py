@@ -112,7 +112,7 @@ def find_prefixes(
     """
     if ((num_new > 1) & (num_new <= MOST_QUERIES)).any():
         return []
-    worth = shared_prefix.WORTH_BYTES
+    worth = shared_prefix.LAUNCH_WORTH_BYTES
     return prefixes.find_prefixes(num_new, kv_lens, page_table, page_size, token_bytes, worth)
 
 

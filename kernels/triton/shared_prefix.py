@@ -25,7 +25,7 @@ from .work_list import FIELDS, Cut
 
 # Bytes that a layer must be spared for the second launch to be worth its time: some 3 us at 4.8
 # TB/s. Derived, not measured yet.
-WORTH_BYTES = 16 << 20
+LAUNCH_WORTH_BYTES = 16 << 20
 WHOLE = 64  # tokens of the largest tile: behind a prefix, rows begin with a whole tile
 EVERYTHING = 1 << 30  # a position behind all of a prefix: nothing of it is masked
 

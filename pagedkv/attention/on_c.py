@@ -37,7 +37,7 @@ __all__ = [
 
 # If sharing spares a layer at least so many bytes of K and V, torch is faster: measured on 2 x AMD
 # EPYC (Zen 4), 9/3 heads of 64 and 8/8, 16 and 64 rows (2026-11-26, docs/kernels.md).
-WORTH_BYTES = 8 << 20
+TORCH_WORTH_BYTES = 8 << 20
 
 NO_SUMS = torch.empty(0, device="cpu")
 
@@ -81,7 +81,7 @@ def plan(call: Call) -> Plan:
     def build() -> Plan:
         num_new = np.ascontiguousarray(step.num_new, np.int64)
         kv_lens = np.ascontiguousarray(step.kv_lens_of(group), np.int64)
-        shared = shares and on_torch.prefixes(call, WORTH_BYTES)
+        shared = shares and on_torch.prefixes(call, TORCH_WORTH_BYTES)
         by_torch = shared or not kernels.serves(*call.pages)
         gathered = on_torch.plan(call) if by_torch else None
         return Plan(num_new, kv_lens, gathered, _choosing(call, num_new, kv_lens))

@@ -30,8 +30,8 @@ def shares(monkeypatch):
     pytest.importorskip("triton")
     from pagedkv.kernels.triton import shared_prefix
 
-    monkeypatch.setattr(shared_prefix, "WORTH_BYTES", 0)
-    monkeypatch.setattr(on_c, "WORTH_BYTES", 0)
+    monkeypatch.setattr(shared_prefix, "LAUNCH_WORTH_BYTES", 0)
+    monkeypatch.setattr(on_c, "TORCH_WORTH_BYTES", 0)
 
 
 def drawn(tokens, seed):

@@ -45,14 +45,14 @@ def gathered(monkeypatch):
 
 @pytest.mark.parametrize("worth", [1, 1 << 40])
 def test_rows_behind_a_long_prefix_are_attended_by_torch_and_agree(worth, gathered, monkeypatch):
-    monkeypatch.setattr(on_c, "WORTH_BYTES", worth)
+    monkeypatch.setattr(on_c, "TORCH_WORTH_BYTES", worth)
     mine = outputs("c", 5, 90, 1)
     assert len(gathered) == (worth == 1)
     torch.testing.assert_close(mine, outputs("torch", 5, 90, 1), rtol=1e-4, atol=1e-5)
 
 
 def test_rows_of_several_new_tokens_and_a_single_row_stay_with_c(gathered, monkeypatch):
-    monkeypatch.setattr(on_c, "WORTH_BYTES", 1)
+    monkeypatch.setattr(on_c, "TORCH_WORTH_BYTES", 1)
     outputs("c", 5, 90, 3)
     outputs("c", 1, 90, 1)
     assert not gathered

@@ -180,7 +180,7 @@ def test_a_captured_step_never_has_more_rows_than_a_step_may_have_tokens():
 
 
 def test_captured_steps_share_prefixes(monkeypatch):
-    monkeypatch.setattr(shared_prefix, "WORTH_BYTES", 1)
+    monkeypatch.setattr(shared_prefix, "LAUNCH_WORTH_BYTES", 1)
     model, recorder = llama(), Recorder()
     common = [token % 60 for token in range(70)]  # more than the 64 tokens of a whole tile
     prompts = [[*common, 1], [*common, 2, 3], [*common, 4], [7]]
@@ -196,7 +196,7 @@ def test_captured_steps_share_prefixes(monkeypatch):
 
 
 def test_rows_that_share_nothing_replay_the_graph_of_those_that_do(monkeypatch):
-    monkeypatch.setattr(shared_prefix, "WORTH_BYTES", 1)
+    monkeypatch.setattr(shared_prefix, "LAUNCH_WORTH_BYTES", 1)
     model, recorder = llama(), Recorder()
     common = [token % 60 for token in range(70)]
     alike, apart = [[*common, 1], [*common, 2]], [[7], [8]]
