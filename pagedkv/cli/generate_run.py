@@ -16,7 +16,7 @@ from pagedkv.planner.shards import own_tokens
 
 from .answers import SIDE, left_out, row_of
 from .errors import UsageError
-from .job import Loaded, Run, carried, generator_of, lengths_of, report, words_of
+from .job import JobRun, Loaded, carried, generator_of, lengths_of, report, words_of
 from .job_spec import Job
 from .pace import Pace
 from .prompts import OPTIONS, Prompt
@@ -25,7 +25,7 @@ from .show import Show
 from .texts import Texts, asked
 
 
-def generate(run: Run, loaded: Loaded) -> int:
+def generate(run: JobRun, loaded: Loaded) -> int:
     """Generates; see `job.run_job`."""
     job, left, output, screen, launch = run
     model, tokenizer, _, bar, _ = loaded

@@ -44,7 +44,7 @@ WORTH_SAYING = 64 << 20  # bytes
 MOST_ROWS = 256  # rows at once that a plan is made for; further rows wait
 
 
-class Run(NamedTuple):
+class JobRun(NamedTuple):
     """A job, or what is left of it, and what it writes to.
 
     Attributes:
@@ -74,7 +74,7 @@ class Loaded(NamedTuple):
     draft: Any = None
 
 
-def run_job(run: Run, device: str, work: Callable[[Run, Loaded], int]) -> int:
+def run_job(run: JobRun, device: str, work: Callable[[JobRun, Loaded], int]) -> int:
     """Runs a job, and reports on it.
 
     Args:
@@ -198,7 +198,7 @@ def generator_of(job: Job, loaded: Loaded, lengths: list[int], console: Console)
         raise UsageError(str(error).replace("pack_weights:", "--weight-format:")) from error
 
 
-def carried(results: Iterator[Any], take: Callable[[Any], object], run: Run) -> int:
+def carried(results: Iterator[Any], take: Callable[[Any], object], run: JobRun) -> int:
     """Takes all results, and prints why they end early, if they do; returns the exit code."""
     _, _, output, screen, launch = run
     try:

@@ -12,7 +12,7 @@ from pagedkv.errors import PagedKVError
 
 from .answers import OWN, left_out, refused_row, row_of
 from .errors import UsageError
-from .job import Loaded, Run, carried, generator_of, report, words_of
+from .job import JobRun, Loaded, carried, generator_of, report, words_of
 from .job_spec import Job
 from .prompts import Prompt
 from .report import DONE, SOME_FAILED
@@ -46,7 +46,7 @@ class Labelled(Progress):
         return [f"{self.rows:,}/{len(self._lengths):,} rows", f"{rate:,.1f} rows/s"]
 
 
-def score(run: Run, loaded: Loaded) -> int:
+def score(run: JobRun, loaded: Loaded) -> int:
     """Scores; see `job.run_job`."""
     job, left, output, screen, launch = run
     tokenizer = loaded.tokenizer

@@ -41,7 +41,7 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class FileRun:
     """Parts that follow one another in a file."""
 
     file: int
@@ -109,7 +109,7 @@ class FileReader:
                     "(os.replace)"
                 )
 
-    def runs(self, parts: Iterable[Part]) -> tuple[Run, ...]:
+    def runs(self, parts: Iterable[Part]) -> tuple[FileRun, ...]:
         """Sorts parts by file and offset, and joins neighbours."""
         ordered = sorted(parts, key=lambda part: (self._numbers[part.source.file], part.offset))
         joined: list[list[Part]] = []
@@ -127,9 +127,9 @@ class FileReader:
                 joined.append([part])
                 room = MOST_READ
             room -= part.nbytes
-        return tuple(Run(self._numbers[run[0].source.file], tuple(run)) for run in joined)
+        return tuple(FileRun(self._numbers[run[0].source.file], tuple(run)) for run in joined)
 
-    def announce(self, runs: Iterable[Run]) -> None:
+    def announce(self, runs: Iterable[FileRun]) -> None:
         """Lets the system fetch runs into the file cache, all at once, before they are read."""
         if not hasattr(os, "posix_fadvise"):
             return
@@ -137,7 +137,7 @@ class FileReader:
             begin, total = run.parts[0].offset, sum(part.nbytes for part in run.parts)
             os.posix_fadvise(self._files[run.file], begin, total, os.POSIX_FADV_WILLNEED)
 
-    def read(self, unit: str, run: Run, memory: memoryview) -> None:
+    def read(self, unit: str, run: FileRun, memory: memoryview) -> None:
         """Reads a run into memory.
 
         Args:
@@ -201,7 +201,7 @@ def _samples(file: int) -> bytes:
     return digest.digest()
 
 
-def _where(unit: str, run: Run, offset: int) -> str:
+def _where(unit: str, run: FileRun, offset: int) -> str:
     """Names the tensor whose bytes could not be read."""
     part = next(part for part in run.parts if part.offset + part.nbytes > offset)
     source = part.source

@@ -12,7 +12,7 @@ from torch import Tensor
 from pagedkv.errors import UnsupportedModelError
 from pagedkv.stream.layers import TensorSite
 from pagedkv.stream.mxfp4 import Packed
-from pagedkv.stream.reader import Part, Run
+from pagedkv.stream.reader import FileRun, Part
 from pagedkv.stream.skeleton import DTYPES
 from pagedkv.stream.stats import StreamStats
 from pagedkv.stream.tensor_map import Copy
@@ -136,7 +136,7 @@ class ExpertFiles:
         stats.read_seconds += seconds
         stats.stall_seconds += seconds
 
-    def _runs_to_unpack(self, experts: Iterable[int]) -> tuple[Run, ...]:
+    def _runs_to_unpack(self, experts: Iterable[int]) -> tuple[FileRun, ...]:
         """Returns the ranges of files from which these experts are unpacked."""
         parts = (p for e in experts for _, packed in self._packed for p in packed.parts(e))
         return self._store.reader.runs(Part(*where, 0) for where in parts)
