@@ -72,17 +72,17 @@ def attend_on_cpu(
         )
         return found
 
-    def honest(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    def nan_if_broken(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         out, lse = attended(k, v)
         broken = ~q.isfinite().all(-1) | _seen(~k.isfinite().all(-1), q.shape[1], mask, causal)
-        return out.masked_fill((broken & ~_told(lse)).unsqueeze(-1), torch.nan), lse
+        return out.masked_fill((broken & ~_is_sure(lse)).unsqueeze(-1), torch.nan), lse
 
     out, lse = attended(k, v)
-    fine = bool(_told(lse).all()) and (not (causal or mask is not None) or is_fine(out))
-    return (out, lse) if fine else unmoved(honest, k, v, mask, causal)
+    fine = bool(_is_sure(lse).all()) and (not (causal or mask is not None) or is_fine(out))
+    return (out, lse) if fine else unmoved(nan_if_broken, k, v, mask, causal)
 
 
-def _told(lse: Tensor) -> Tensor:
+def _is_sure(lse: Tensor) -> Tensor:
     """Where a log-sum-exp is sure: 0 stands for queries without numbers, and rarely for others."""
     return lse.isfinite() & (lse != 0)
 

@@ -70,7 +70,7 @@ class RowQueues:
         return (
             bool(self.running)
             or self.turns.others_may_leave(self)
-            or self.turns.others_put_back(self)
+            or self.turns.put_others_back(self)
         )
 
     # ------------------------------------------------------------------ rows come
@@ -152,7 +152,7 @@ class RowQueues:
         victim = (moved or self.running)[-1]
         if len(self.running) > 1 or self.turns.others_may_leave(self):
             self._put_back(victim)
-        elif not self.turns.others_put_back(self):
+        elif not self.turns.put_others_back(self):
             self.fail_with_samples(victim, str(error) + self.turns.who_holds(self))
 
     def put_all_back(self) -> None:

@@ -245,7 +245,7 @@ class Turns:
             if other is not job
         )
 
-    def others_put_back(self, job: RowHolder) -> bool:
+    def put_others_back(self, job: RowHolder) -> bool:
         """Puts back the rows of jobs that hold pages while they read prompts; whether any did."""
         reading = [o for o in self._jobs if o is not job and o.running and o.turn.is_held_up]
         for other in reading:

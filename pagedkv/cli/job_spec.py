@@ -100,7 +100,7 @@ class Job:
         bad = [i for i in left if self.prompts[i].cause]
         if output is not None:
             output.skip({i for i in bad if self.prompts[i].cause in self.skipped})
-            for i in sorted(set(bad) & set(output.mine)):
+            for i in sorted(set(bad) & set(output.assigned)):
                 for sample in range(self.samples):
                     output.write(refused_row(self.types, self.prompts[i], i, sample))
         return [i for i in left if not self.prompts[i].cause]

@@ -49,7 +49,7 @@ class Output:
         side: the end at which prompts that are too long are cut, if they are.
 
     Attributes:
-        mine: indices of the prompts whose rows belong in the file; all prompts unless it is set.
+        assigned: indices of the prompts whose rows belong in the file; all unless it is set.
         causes: why rows have errors that stay, by the prompt's index.
 
     Raises:
@@ -71,7 +71,7 @@ class Output:
         self.keys, self.samples, self.made_with = keys, samples, made_with
         self.beside, self.final, self.side = beside, final, side
         self.causes: dict[int, str] = {}
-        self.mine: Sequence[int] = range(len(keys))
+        self.assigned: Sequence[int] = range(len(keys))
         self._lock = FileLock(self.path.parent / f".{self.path.name}.lock")  # "/" has no name
         try:
             if not self.path.parent.is_dir():
@@ -106,15 +106,15 @@ class Output:
     def unfinished(self) -> list[int]:
         """Indices of the prompts that still miss a row."""
         samples = range(self.samples)
-        return [i for i in self.mine if any((i, sample) not in self.done for sample in samples)]
+        return [i for i in self.assigned if any((i, sample) not in self.done for sample in samples)]
 
     def skip(self, indices: Collection[int]) -> None:
         """Leaves prompts out: the file gets no rows for them."""
-        self.mine = [i for i in self.mine if i not in indices]
+        self.assigned = [i for i in self.assigned if i not in indices]
 
     def failed(self) -> dict[int, str]:
         """The causes of errors that stay, by index, for prompts whose rows belong in the file."""
-        return {i: self.causes[i] for i in self.mine if i in self.causes}
+        return {i: self.causes[i] for i in self.assigned if i in self.causes}
 
     def rows(self) -> Iterator[dict[str, Any]]:
         """Yields the rows of its prompts, from this file and from the files beside it.
@@ -123,7 +123,7 @@ class Output:
             OSError: a file no longer has rows that it had.
         """
         self._require_whole()
-        mine = set(self.mine)  # added prompts change shards: it may have rows of other shards
+        mine = set(self.assigned)  # added prompts change shards: it may have rows of other shards
         missing = {place for place in self.done if place[0] in mine}
         for line in self.path.read_bytes().splitlines():
             row = json.loads(line)

@@ -45,7 +45,7 @@ def carry_out(job: Job, out: Path | None, device: str, screen: Screen, launch: L
             output.keep()
         if rows_beside(out) != out:
             code = _tabulate(job, out, output, code, screen)
-        return _told(code, output.failed(), len(output.mine), screen)
+        return _told(code, output.failed(), len(output.assigned), screen)
     finally:
         output.close()
 
@@ -69,7 +69,7 @@ def _begin(job: Job, out: Path, screen: Screen) -> tuple[Output, list[int]]:
     try:
         output.skip({i for i, prompt in enumerate(job.prompts) if prompt.cause in job.skipped})
         left, every = output.unfinished(), len(job.prompts)
-        if done := len(output.mine) - len(left):
+        if done := len(output.assigned) - len(left):
             where = f"{rows} and files of other shards have" if beside else f"{rows} has"
             console.print(f"{where} {done} of {every} prompts already")
         elif rows != out:
@@ -100,13 +100,13 @@ def _left_of_shard(
     screen.doing(f"encoding {len(job.prompts):,} prompts, to find those of shard {shard}")
     new = [job.samples * p.options.get("max_new_tokens", job.most_new) for p in job.prompts]
     encoder = Encoder(job.prefix, tokenizer, job.raw, job.template)
-    skipped = {*range(len(job.prompts))} - {*output.mine}
-    output.mine = rows_of_shard(shard, job.prompts, new, encoder.encode)
+    skipped = {*range(len(job.prompts))} - {*output.assigned}
+    output.assigned = rows_of_shard(shard, job.prompts, new, encoder.encode)
     output.skip(skipped)
     missing = set(left)
-    found = [i for i in output.mine if i in missing]
+    found = [i for i in output.assigned if i in missing]
     screen.console.print(
-        f"shard {shard} has {len(output.mine):,} of {len(job.prompts):,} prompts, "
+        f"shard {shard} has {len(output.assigned):,} of {len(job.prompts):,} prompts, "
         f"{len(found):,} are left"
     )
     return found
@@ -122,13 +122,13 @@ def _run(
     with Uninterrupted():  # a Ctrl-C during torch's start in C++ would abort the process
         import torch  # noqa: F401
 
-        from .job import Run, run_job
+        from .job import JobRun, run_job
 
         if job.scoring:
             from .score_run import score as work
         else:
             from .generate_run import generate as work
-    return run_job(Run(job, left, output, screen, launch), device, work)
+    return run_job(JobRun(job, left, output, screen, launch), device, work)
 
 
 def _tabulate(job: Job, out: Path, output: Output, code: int, screen: Screen) -> int:
@@ -136,7 +136,7 @@ def _tabulate(job: Job, out: Path, output: Output, code: int, screen: Screen) ->
     if output.unfinished():
         screen.console.print(f"{out} is made when no row is missing: run the same command again")
         return code
-    if not output.mine:
+    if not output.assigned:
         screen.console.print(f"no table is made of no rows: there is no {out}")
         return code
     try:

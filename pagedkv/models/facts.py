@@ -68,7 +68,7 @@ class Facts:
         attends_twice: each of its layers attends twice, as two layers of a cache.
         head_dim, window: their values if a file does not say them.
         full_head_dim: the head dim of layers without a window, if a file does not say it.
-        every: one layer of so many has no window, if a file does not list them; which one, the
+        full_every: one layer of so many has no window, if a file does not list them; which one, the
             rule says: the last or the first, perhaps counted from the end, and perhaps the model's
             first or last layer as well.
         chooses_every: after the second, one layer of so many chooses tokens, and the layers between
@@ -101,7 +101,7 @@ class Facts:
     head_dim: int = 0
     full_head_dim: int = 0
     window: int = 0
-    every: int = 0
+    full_every: int = 0
     chooses_every: int = 0
     unrotated: int = 0
     at_once: int = 0
@@ -132,16 +132,16 @@ _ENCODERS = (
 )
 _WRITTEN_ENCODERS = "megatron-bert rembert roformer big_bird"
 _GEMMA4 = Facts(
-    head_dim=256, full_head_dim=512, window=512, every=6, layers="last of each, the last"
+    head_dim=256, full_head_dim=512, window=512, full_every=6, layers="last of each, the last"
 )
 _LATENT = Facts(latent=True)
 _CHOSEN = Facts(latent=True, indexer="tokens")
 _SHARES_CHOICE = replace(_CHOSEN, chooses_every=1)
-_FIRST_OF_FOUR = Facts(every=4, layers="first of each")
+_FIRST_OF_FOUR = Facts(full_every=4, layers="first of each")
 _DELTA = Facts(states="delta rule", layers="every nth")
 _TWO_PARTS = Facts(text_alone=True, layers="every nth")
 _CONVOLUTIONS = Facts(states="short convolution", layers="convolutions")
-_FOUR_CONVOLUTIONS = Facts(states="four convolutions", every=6, layers="local")
+_FOUR_CONVOLUTIONS = Facts(states="four convolutions", full_every=6, layers="local")
 _SHARED_BLOCK = Facts(states="mamba2", shares_block=True)
 
 FACTS: dict[str, Facts] = {
@@ -153,9 +153,9 @@ FACTS: dict[str, Facts] = {
     "axk2": _CHOSEN,
     "bailing_hybrid": Facts(states="kimi delta", latent=True, layers="every nth"),
     "bamba": Facts(states="mamba2", layers="indices"),
-    "beam": Facts(every=6, layers="last of each, the last"),
+    "beam": Facts(full_every=6, layers="last of each, the last"),
     "bloom": Facts(written=True, unplaced=True),
-    "cohere2": Facts(window=4096, every=4),
+    "cohere2": Facts(window=4096, full_every=4),
     "cohere_compass_text": Facts(layers="no window"),
     "cwm": _FIRST_OF_FOUR,
     "dbrx": Facts(experts_with_layer=True),
@@ -168,9 +168,9 @@ FACTS: dict[str, Facts] = {
     "falcon_h1": Facts(states="mamba2", layers="all"),
     "flint": Facts(sinks=True, layers="listed"),
     "gemma": Facts(head_dim=256),
-    "gemma2": Facts(head_dim=256, window=4096, every=2),
-    "gemma3_text": Facts(head_dim=256, window=4096, every=6),
-    "gemma3n_text": Facts(head_dim=256, window=512, every=5),
+    "gemma2": Facts(head_dim=256, window=4096, full_every=2),
+    "gemma3_text": Facts(head_dim=256, window=4096, full_every=6),
+    "gemma3n_text": Facts(head_dim=256, window=512, full_every=5),
     "gemma4_text": _GEMMA4,
     "gemma4_unified_text": _GEMMA4,
     "glm": Facts(at_once=4),
@@ -180,8 +180,8 @@ FACTS: dict[str, Facts] = {
     "glm5_next_text": Facts(
         states="kimi delta", latent=True, indexer="pools", layers="every nth", chooses_every=1
     ),
-    "gpt_neo": Facts(written=True, masks=True, every=2, layers="first of each"),
-    "gpt_oss": Facts(sinks=True, window=128, every=2, at_once=9),
+    "gpt_neo": Facts(written=True, masks=True, full_every=2, layers="first of each"),
+    "gpt_oss": Facts(sinks=True, window=128, full_every=2, at_once=9),
     "gpt_neox_japanese": Facts(written=True),
     "granite_swa": replace(_FIRST_OF_FOUR, sinks=True),
     "granitemoe_swa": replace(_FIRST_OF_FOUR, sinks=True),
@@ -192,7 +192,7 @@ FACTS: dict[str, Facts] = {
     "inkling_text": _FOUR_CONVOLUTIONS,
     "jamba": Facts(states="mamba1", stepwise=True, layers="periods"),
     "kimi_linear": Facts(states="kimi delta", latent=True, layers="kimi"),
-    "kolibri1": Facts(every=5),
+    "kolibri1": Facts(full_every=5),
     "laguna": Facts(layers="no window"),
     "lara_mini": replace(_DELTA, layers=None),
     "lfm2": _CONVOLUTIONS,
@@ -203,18 +203,22 @@ FACTS: dict[str, Facts] = {
     "longcat_flash": Facts(latent=True, attends_twice=True, experts_with_layer=True),
     "mellum": Facts(layers="no window"),
     "mimo_v2_flash": Facts(
-        head_dim=192, sinks=True, twice_in_windows=True, every=6, layers="last of each, the first"
+        head_dim=192,
+        sinks=True,
+        twice_in_windows=True,
+        full_every=6,
+        layers="last of each, the first",
     ),
     "minicpm3": _LATENT,
     "minimax_m3_vl_text": Facts(indexer="blocks by head"),
     "mistral4": _LATENT,
     "mistral_large4_text": replace(_SHARES_CHOICE, unrotated=4),
-    "modernbert-decoder": Facts(every=3, layers="first of each"),
+    "modernbert-decoder": Facts(full_every=3, layers="first of each"),
     "mpt": Facts(written=True, unplaced=True),
-    "muse_glimmer_text": Facts(every=4, layers="from behind"),
+    "muse_glimmer_text": Facts(full_every=4, layers="from behind"),
     "nemotron_h": Facts(states="mamba2"),
     "olmo_hybrid": _DELTA,
-    "olmo3": Facts(every=4),
+    "olmo3": Facts(full_every=4),
     "paligemma": Facts(both_ways=True),
     "phi3": Facts(at_once=4),
     "qwen3_5": _TWO_PARTS,
@@ -228,7 +232,7 @@ FACTS: dict[str, Facts] = {
     "sarvam_mla": _LATENT,
     "step3p5": Facts(layers="no window"),
     "trocr": Facts(written=True),
-    "vaultgemma": Facts(every=2),
+    "vaultgemma": Facts(full_every=2),
     "xglm": Facts(written=True),
     "youtu": _LATENT,
     "zamba": replace(_SHARED_BLOCK, states="mamba1", stepwise=True),

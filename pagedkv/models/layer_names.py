@@ -56,7 +56,7 @@ def layer_names(found: Mapping[str, Any]) -> list[str] | None:
     elif rule == "local":
         attends, other = "hybrid", "hybrid_sliding"
         told = found.get("local_layer_ids")
-        ends = {i for i in layers if (i + 1) % facts.every == 0}
+        ends = {i for i in layers if (i + 1) % facts.full_every == 0}
         chosen = ends if told is None else {*layers} - {*told}
     elif rule == "no window":
         chosen = set(layers)
@@ -72,7 +72,7 @@ def layer_names(found: Mapping[str, Any]) -> list[str] | None:
         chosen = chosen if found.get("attention_chunk_size") else set(layers)
     elif rule != "none":
         other, last = "sliding_attention", count - 1
-        every = found.get("global_attn_every_n_layers") or facts.every
+        every = found.get("global_attn_every_n_layers") or facts.full_every
         chosen = {
             "first of each": {i for i in layers if i % every == 0},
             "last of each": {i for i in layers if (i + 1) % every == 0},
@@ -112,7 +112,7 @@ def add_windows(found: dict[str, Any]) -> None:
         return
     count = found["num_hidden_layers"]
     names = "sliding_window_pattern", "global_attn_every_n_layers"
-    every = next((found[name] for name in names if found.get(name)), facts.every)
+    every = next((found[name] for name in names if found.get(name)), facts.full_every)
     from_a_layer = "max_window_layers" in found
     if not found.get("use_sliding_window", not from_a_layer) or not window:
         slides = [False] * count

@@ -120,7 +120,7 @@ def _check_rows(tables: PageTables, rows: np.ndarray, plan: PagePlan | None) -> 
                 raise CorruptCacheError(f"sequence {seq} would write to page {tail} unasked")
     reserved = tables.reservations
     every = np.arange(tables.max_sequences)
-    owed = reserved.owed(reserved.limit, reserved.held(every), reserved.extra)
+    owed = reserved.owed(reserved.limit, reserved.fewest_pages(every), reserved.extra)
     if (owed != reserved.promise).any() or reserved.total != owed.sum():
         raise CorruptCacheError("reservations do not add up")
     if (reserved.available()[reserved.binding] < 0).any():

@@ -40,7 +40,7 @@ class Reservations:
         self._num_pages, self._evicted = num_pages, evicted
         self._copies = copies
 
-    def held(self, rows: int | Ints) -> Any:
+    def fewest_pages(self, rows: int | Ints) -> Any:
         """Counts each sequence's pages in the group where it has fewest; ignores windows."""
         return self._num_pages[rows] - self._evicted[:, rows].max(0)
 
@@ -50,7 +50,8 @@ class Reservations:
         Args:
             limit: pages that a sequence, or each of several, gets in any case; 0 if nothing is
                 promised.
-            held: pages that count towards the limit, as `held` and `PageTables.counted` count them.
+            held: pages that count towards the limit, as `fewest_pages` and
+                `PageTables.counted` count them.
             extra: whether the next write copies the last page.
         """
         return np.maximum(limit - held, 0) + extra
@@ -131,6 +132,6 @@ class Reservations:
 
     def update(self, rows: int | Ints) -> None:
         """Brings promises up to date with limits, `extra`, and the pages sequences have."""
-        owed = self.owed(self.limit[rows], self.held(rows), self.extra[rows])
+        owed = self.owed(self.limit[rows], self.fewest_pages(rows), self.extra[rows])
         self.total += int((owed - self.promise[rows]).sum())
         self.promise[rows] = owed

@@ -106,7 +106,7 @@ def _take_staged(
     room = reserved.available()
     if reserved.total:
         nothing = np.zeros(rows.size, dtype=bool)
-        covered = reserved.covered(rows, reserved.held(rows), coded, nothing)
+        covered = reserved.covered(rows, reserved.fewest_pages(rows), coded, nothing)
         room += covered * reserved.binding
     make_room(tables, evictor, wanted, room)
     fresh, targets, codings = staging.take(tables, needs, wanted, copies)
@@ -176,7 +176,7 @@ def _check_room(
         needed[group] += order.size
         copied[order] = True
     if reserved.total:
-        held = reserved.held(plan.rows)
+        held = reserved.fewest_pages(plan.rows)
         room += reserved.covered(plan.rows, held, grow, copied) * reserved.binding
     make_room(tables, evictor, needed, room)
 

@@ -39,7 +39,7 @@ class ModelShape:
         active: how many weights of all layers and the head one token is multiplied with.
         experts: experts that can be read alone; None if there are none, or weights are packed.
         assumed: sentences on what was assumed of the model, because nothing says it.
-        of: the whole model, if this is one process's share of it; else None.
+        whole: the whole model, if this is one process's share of it; else None.
     """
 
     model: Model = field(compare=False, repr=False)
@@ -57,7 +57,7 @@ class ModelShape:
     experts: RoutedExperts | None = None
     unpacked: bool = False
     assumed: tuple[str, ...] = ()
-    of: ModelShape | None = None
+    whole: ModelShape | None = None
 
     @property
     def name(self) -> str:

@@ -53,7 +53,7 @@ def share_of(whole: ModelShape, ranks: int) -> ModelShape:
         head=head,
         active=int(whole.active * smaller),
         experts=None,
-        of=whole,
+        whole=whole,
     )
 
 

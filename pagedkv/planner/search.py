@@ -183,7 +183,7 @@ def _plan(shape: ModelShape, asked: Asked) -> MemoryPlan:
         Short: there is none.
         UnsupportedModelError: so many processes cannot share out the model.
     """
-    shape = share_of(shape.of or shape, asked.ranks)
+    shape = share_of(shape.whole or shape, asked.ranks)
     costs = Costs(shape, asked)
     placement = place(costs)
     tokens = _pool(costs, placement)

@@ -15,7 +15,7 @@ NVME = 7.0  # GB/s of a PCIe 4 drive
 def render(plan: Outcome) -> str:
     """Returns the table that `print(plan)` shows."""
     source = "exact" if plan.shape.exact else "from the config"
-    weights = (plan.shape.of or plan.shape).weights
+    weights = (plan.shape.whole or plan.shape).weights
     lines = [
         f"{plan.model}: {readable(weights)} of weights ({source}), {plan.shape.dtype}",
         *_how(plan),
@@ -31,8 +31,8 @@ def render(plan: Outcome) -> str:
 
 
 def _how(plan: Outcome) -> list[str]:
-    if plan.shape.of is not None:
-        return _shared_out(plan, plan.shape.of)
+    if plan.shape.whole is not None:
+        return _shared_out(plan, plan.shape.whole)
     if not plan.streams:
         return ["it fits: all weights stay on the device, nothing streams"]
     if plan.expert_slots:

@@ -21,7 +21,7 @@ from pagedkv.models.checkpoint import Checkpoint, TensorRange
 
 from .arena import HostArena
 from .mxfp4 import Packed
-from .reader import FileReader, Part, Run
+from .reader import FileReader, FileRun, Part
 from .skeleton import DTYPES
 from .tensor_map import Conversion, Copy, Origins, RowPieces
 
@@ -74,7 +74,7 @@ class Unit:
     places: tuple[Place, ...]
     nbytes: int
     file_bytes: int
-    runs: tuple[Run, ...]
+    runs: tuple[FileRun, ...]
     casts: tuple[tuple[Copy, Place], ...]
     packed: tuple[tuple[Packed, Place], ...]
     conversions: tuple[Conversion, ...]
@@ -129,7 +129,7 @@ class WeightStore:
             else:
                 conversion = self.origins.conversions[tensor_name]
                 conversions[id(conversion)] = conversion
-        return self._unit(name, places, end, copies, packed, list(conversions.values()))
+        return self._unit_of_pieces(name, places, end, copies, packed, list(conversions.values()))
 
     def rows(self, name: str, tensor_name: str, like: Tensor, first: int, count: int) -> Unit:
         """Makes the unit of some rows of a matrix.
@@ -143,7 +143,7 @@ class WeightStore:
         copy = Copy(whole.source, whole.offset + first * width * itemsize, count * width, 0)
         place = Place(tensor_name, 0, (count, *like.shape[1:]), like.dtype)
         nbytes = count * width * like.dtype.itemsize
-        return self._unit(name, [place], nbytes, [(copy, place)], [], [])
+        return self._unit_of_pieces(name, [place], nbytes, [(copy, place)], [], [])
 
     def matrix(self, name: str) -> Copy:
         """Returns the piece of a file that holds a whole tensor.
@@ -175,7 +175,7 @@ class WeightStore:
             "it has to stay resident"
         )
 
-    def _unit(
+    def _unit_of_pieces(
         self,
         name: str,
         places: list[Place],
