@@ -70,10 +70,10 @@ def _check(model: Any, device: str, dtype: str, length: int, tokens: int) -> int
     from pagedkv.hf.look import look_at
     from pagedkv.hf.model import require_supported
 
-    from .loading import class_of, load, pick
+    from .loading import model_of, pick
 
     transformers.logging.disable_progress_bar()
-    model = load(class_of(model), model, dtype=dtype_of(dtype)).eval().to(pick(device))
+    model = model_of(model, dtype_of(dtype), pick(device))
     found = look_at(model, PagedCache)
     require_supported(model)
     if found:

@@ -79,9 +79,8 @@ def _compile(given: Given, dtype: str, fields: dict[str, Any]) -> tuple[int, str
     with absent_card(found, chip):
         pages = PagedKVCache(cache_config(shape, TOKENS, **fields), device="cpu", backend="triton")
         with BatchGenerator(shape, cache=pages) as generator:
-            return generator.warm_up(given.workers), f"sm_{found}" if isinstance(
-                found, int
-            ) else found
+            number = generator.warm_up(given.workers)
+    return number, f"sm_{found}" if isinstance(found, int) else found
 
 
 def _card(arch: int | None) -> tuple[int | str, Chip]:

@@ -32,7 +32,7 @@ from .causes import LONG, SAID, told
 from .encode import Encoder
 from .errors import UsageError
 from .job_spec import Job
-from .loading import class_of, config_of, load, pick, tokenizer_of
+from .loading import class_of, config_of, load, model_of, pick, tokenizer_of
 from .output import Output
 from .plan import as_options
 from .prompts import Prompt, bad_of, require_any
@@ -89,7 +89,6 @@ def run_job(run: JobRun, device: str, work: Callable[[JobRun, Loaded], int]) -> 
     job, left, output, screen, launch = run
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    dtype = job.dtype if job.dtype == "auto" else getattr(torch, job.dtype)
     device, console = pick(device), screen.console
     screen.doing("reading the tokenizer")
     tokenizer = launch.each(lambda: tokenizer_of(job))
@@ -110,14 +109,14 @@ def run_job(run: JobRun, device: str, work: Callable[[JobRun, Loaded], int]) -> 
     if job.memory:
         plan = launch.share(launch.first(lambda: _plan(job, prompts, device, launch.size)))
     if plan is None or not plan.streams:
-        model = launch.each(lambda: _model(job, dtype, device, launch.size))
+        model = launch.each(lambda: _model(job, device, launch.size))
         draft = None
         if job.draft is not None:
             screen.doing("loading the draft model")
-            draft = launch.each(lambda: _draft(job.draft, dtype, model.device))
+            draft = launch.each(lambda: model_of(job.draft, job.dtype, model.device, "--draft"))
         return work(run, Loaded(model, tokenizer, plan, draft=draft))
     console.print(_said(plan))
-    options = {"plan": plan, "dtype": dtype, "device": device, "progress": False}
+    options = {"plan": plan, "dtype": job.dtype, "device": device, "progress": False}
     with _named("MODEL", LayerStreamer.from_pretrained, job.model, **options) as streamer:
         code = work(run, Loaded(streamer.model, tokenizer, plan, streamer.bar))
         console.print(f"\n{streamer.stats()}")
@@ -159,17 +158,12 @@ def _said(plan: MemoryPlan) -> str:
     return f"{said}; pages for {plan.max_tokens:,} tokens"
 
 
-def _model(job: Job, dtype: Any, device: str, processes: int) -> Any:
+def _model(job: Job, device: str, processes: int) -> Any:
     """The model of a job, or this process's part of it."""
-    kind = class_of(job.model)
     if processes == 1:
-        return load(kind, job.model, dtype=dtype).eval().to(device)
+        return model_of(job.model, job.dtype, device)
     parts = shared_out(processes, job.expert_parallel)
-    return load(kind, job.model, dtype=dtype, distributed_config=parts).eval()
-
-
-def _draft(name: Any, dtype: Any, device: Any) -> Any:
-    return load(class_of(name, "--draft"), name, "--draft", dtype=dtype).eval().to(device)
+    return load(class_of(job.model), job.model, dtype=job.dtype, distributed_config=parts).eval()
 
 
 def generator_of(job: Job, loaded: Loaded, lengths: list[int], console: Console) -> BatchGenerator:

@@ -95,12 +95,7 @@ MEMORY_OPTIONS = (
         min=1,
     ),
     MEMORY("--kv-format FORMAT", str, KV_HELP, "dense"),
-    MEMORY(
-        "--page-size N",
-        int | None,
-        PAGE_SIZE_HELP,
-        min=1,
-    ),
+    MEMORY("--page-size N", int | None, PAGE_SIZE_HELP, min=1),
     MEMORY(
         "--cache NAME=VALUE",
         list[str] | None,

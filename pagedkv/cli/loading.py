@@ -66,6 +66,11 @@ def class_of(name: str, argument: str = "MODEL") -> Any:
     return AutoModelForImageTextToText if sees else AutoModelForCausalLM
 
 
+def model_of(name: Any, dtype: str, device: Any, argument: str = "MODEL") -> Any:
+    """Loads a model, to compute in a dtype on a device."""
+    return load(class_of(name, argument), name, argument, dtype=dtype).eval().to(device)
+
+
 def pick(device: str) -> str:
     """Returns the device to compute on; raises a UsageError if it cannot compute."""
     try:

@@ -106,11 +106,7 @@ PLAN_OPTIONS = (
         str | None,
         "What keys and values are computed in. [dim]Default: as the model is.[/dim]",
     ),
-    CACHE(
-        "--page-size TOKENS",
-        int | None,
-        PAGE_SIZE_HELP,
-    ),
+    CACHE("--page-size TOKENS", int | None, PAGE_SIZE_HELP),
     CACHE(
         "--max-tokens TOKENS",
         int | None,

@@ -76,12 +76,7 @@ QUALITY_OPTIONS = (
         "How much a new token attends to: 0.25 is a quarter of the text, 2048 is so many tokens.",
     ),
     TRIED("--combine", bool, "Try every format with every policy and reading as well."),
-    TRIED(
-        "--page-size TOKENS",
-        int | None,
-        PAGE_SIZE_HELP,
-        min=1,
-    ),
+    TRIED("--page-size TOKENS", int | None, PAGE_SIZE_HELP, min=1),
     COMPUTE("--dtype DTYPE", str, f"What the model computes in: {DTYPES_SAID}.", "auto"),
     COMPUTE("--device DEVICE", str, "auto, or for example cpu, cuda, cuda:1.", "auto"),
     TRIED(

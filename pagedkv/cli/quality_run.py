@@ -9,7 +9,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import torch
 import transformers
 from rich import box
 from rich.console import Console
@@ -24,7 +23,7 @@ from pagedkv.quality.probes import probes
 from pagedkv.quality.promise import DRAWS, ENOUGH, windows_of
 
 from .errors import UsageError
-from .loading import class_of, load, pick
+from .loading import load, model_of, pick
 from .option import Given
 from .report import DONE, SOME_FAILED
 from .screen import Progress, Screen
@@ -74,7 +73,7 @@ def run(
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     name, length, at_most = given.model, given.length, given.at_most
-    dtype, chosen = given.dtype, pick(given.device)
+    chosen = pick(given.device)
     screen.doing("reading the tokenizer")
     tokenizer = load(AutoTokenizer, name)
     screen.doing("encoding texts")
@@ -88,8 +87,7 @@ def run(
         for each in variants:
             _require_effect(each.name, each.fields, longest)
         screen.doing("loading the model")
-        number_type = dtype if dtype == "auto" else getattr(torch, dtype)
-        model = load(class_of(name), name, dtype=number_type).eval().to(chosen)
+        model = model_of(name, given.dtype, chosen)
         pace = Reading()
         screen.doing(pace)
         wish = {"length": length, "at_most": at_most}
