@@ -10,6 +10,7 @@ import re
 from collections import defaultdict
 from collections.abc import Mapping
 from importlib import import_module
+from inspect import signature
 from typing import Any
 
 import torch
@@ -257,7 +258,8 @@ def _kept(model: PreTrainedModel) -> dict[str, torch.Tensor]:
 def tables_of(model: PreTrainedModel) -> list[nn.Embedding]:
     """Returns a decoder's tables that are larger than its embedding: of n-grams, or for each layer.
 
-    A token looks up a few of their rows, and only these are read while weights stream.
+    A token looks up a few of their rows, and only these are read while weights stream. Positions
+    that are learned, as OPT's, are none: from masks and lengths they make indices of their own.
     """
     try:
         first = getattr(model.get_input_embeddings(), "weight", None)
@@ -266,7 +268,11 @@ def tables_of(model: PreTrainedModel) -> list[nn.Embedding]:
         return []
     if first is None or decoder is None:
         return []
-    tables = (m for m in decoder.modules() if isinstance(m, nn.Embedding))
+    tables = (
+        module
+        for module in decoder.modules()
+        if isinstance(module, nn.Embedding) and len(signature(type(module).forward).parameters) == 2
+    )
     return [table for table in tables if table.weight.numel() > first.numel()]
 
 

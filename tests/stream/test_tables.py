@@ -31,6 +31,13 @@ def test_rows_of_tables_give_the_bits_of_the_model_in_memory(folder, tables):
         assert_bits(streamer.model, in_memory(folder))
 
 
+def test_learned_positions_are_no_table_though_a_small_vocabulary_has_fewer_rows(tmp_path):
+    """Their own forward makes indices of a mask, and would look these up among the rows read."""
+    folder = save(tiny("opt"), tmp_path)
+    with placed(folder, tables=False, embedding=False) as streamer:
+        assert_bits(streamer.model, in_memory(folder))
+
+
 def test_a_pass_reads_the_rows_that_its_tokens_look_up_and_no_others(folder):
     """Counted against what the model in memory looks up; each row is read once a pass."""
     known, (row,) = in_memory(folder), prompts(11)
