@@ -1,5 +1,8 @@
+import json
+
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from pagedkv.hf.fingerprint import fingerprint_of
 from tests.effort import each_value, few
@@ -40,3 +43,19 @@ def test_auto_is_the_dtype_of_the_checkpoint(tmp_path):
     with stream(folder) as streamer:
         assert streamer.model.dtype == torch.bfloat16
         assert_bits(streamer.model, in_memory(folder))
+
+
+@pytest.mark.parametrize("wide", ["model.embed_tokens.weight", "model.norm.weight"])
+def test_without_a_dtype_in_the_configuration_auto_is_the_one_that_the_loader_finds(wide, tmp_path):
+    """It takes the first by name; files have wide tensors first."""
+    make("llama").to(torch.bfloat16).save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "dtype": None}))
+    weights = load_file(tmp_path / "model.safetensors")
+    save_file(
+        {**weights, wide: weights[wide].float()},
+        tmp_path / "model.safetensors",
+        metadata={"format": "pt"},
+    )
+    with stream(tmp_path) as streamer:
+        assert_bits(streamer.model, in_memory(tmp_path, dtype="auto"))
