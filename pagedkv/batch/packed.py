@@ -48,9 +48,11 @@ from pagedkv.hf.release import CHECKPOINTS_TAKE_NO_CACHE, cache_argument
 from pagedkv.hf.signature import parameters_of, takes_positions
 from pagedkv.hf.telling import warn
 from pagedkv.models import facts_of
+from pagedkv.models.seen import seen_of
 from pagedkv.ranks import ranks_of
 from pagedkv.step.metadata import StepMetadata
 
+from .overridden import WAYS, overridden
 from .packed_cache import PackedCache
 
 if TYPE_CHECKING:
@@ -189,8 +191,14 @@ class PackedModel:
         finally:
             carrier.opened = None
         carrier.require_complete()
-        # A forward that accepts any argument may have ignored `logits_to_keep`.
-        return logits if len(logits) == len(rows) else logits[rows]
+        if len(logits) == len(rows):
+            return logits
+        if len(logits) != step.num_tokens:
+            raise UnsupportedModelError(
+                f"{type(self.model).__name__}: its forward gave logits of {len(logits)} tokens, "
+                f"where {len(rows)} of {step.num_tokens} were asked for (logits_to_keep)"
+            )
+        return logits[rows]  # a forward that accepts any argument may have ignored it
 
     @contextmanager
     def _acting(self) -> Iterator[None]:
@@ -316,6 +324,11 @@ def _why_not_packed(model: PreTrainedModel) -> str | None:
         named = "position_ids" in parameters_of(model)
         what = "hands no position_ids on to its decoder" if named else "takes no position_ids"
         return f"its forward {what}, positions come from the mask"
+    if name := overridden(model, tried=seen_of(config) is not None):
+        return (
+            f"its own {name}() may choose or feed tokens in another way than transformers', and "
+            "packed rows do not call it" + WAYS.get(name, "")
+        )
     own = type(model).generate is not GenerationMixin.generate
     if own and SOUNDS in parameters_of(model) and getattr(model, "_hf_peft_config_loaded", False):
         return "its generate switches adapters on for audio and off for text, and rows share a step"

@@ -12,7 +12,7 @@ from pagedkv.hf.release import CHECKPOINTS_TAKE_NO_CACHE
 from tests.batch.generating import assert_like_alone, assert_nothing_held, generator, ragged
 from tests.batch.letters import letters, tokens
 from tests.contents import Boom
-from tests.hf.tiny import attention_of, prompts, tiny
+from tests.hf.tiny import attention_of, generate, named, padded, prompts, tiny
 
 GREEDY = {"max_new_tokens": 4, "do_sample": False}
 SIZES = {"max_tokens": 256, "page_size": 4}
@@ -89,6 +89,89 @@ def test_a_forward_that_keeps_positions_to_itself_is_refused_before_any_layer(ki
         BatchGenerator(model, **SIZES)
     assert attention_of(model) == before
     assert not model.model._forward_pre_hooks
+
+
+class KeepsTheLast:
+    def forward(self, *args, **kwargs):
+        found = super().forward(*args, **kwargs)
+        found.logits = found.logits[:, -1:]
+        return found
+
+
+def test_a_forward_that_gives_other_logits_than_asked_for_is_refused_by_their_count():
+    with generator(of_class(tiny(), KeepsTheLast)) as batched:
+        with pytest.raises(UnsupportedModelError, match="logits of 1 tokens, where 3 of 17"):
+            batched.generate(prompts(9, 5, 3), **GREEDY)
+        assert_nothing_held(batched)
+
+
+# ------------------------------------------------------------------ another way to generate
+
+
+class Penalises:
+    def generate(self, *args, **options):
+        return super().generate(*args, repetition_penalty=1.8, **options)
+
+
+class Draws:
+    @torch.no_grad()
+    def _sample(self, *args, **options):
+        return super()._sample(*args, **options)
+
+
+class Feeds:
+    """Says what `shift` is at each step."""
+
+    def prepare_inputs_for_generation(
+        self, input_ids, cache=None, past_key_values=None, attention_mask=None, **options
+    ):
+        given = named(past_key_values if cache is None else cache)
+        given |= {"attention_mask": attention_mask, **options}
+        made = super().prepare_inputs_for_generation(input_ids, **given)
+        return {**made, "shift": self.shift}
+
+    def forward(self, *args, shift=0, **kwargs):
+        found = super().forward(*args, **kwargs)
+        found.logits = found.logits.roll(shift, -1)
+        return found
+
+
+class Counts:
+    def _update_model_kwargs_for_generation(self, outputs, model_kwargs, **options):
+        return super()._update_model_kwargs_for_generation(outputs, model_kwargs, **options)
+
+
+@pytest.mark.parametrize("kind", [Penalises, Draws, Feeds, Counts])
+def test_a_class_that_generates_in_its_own_way_is_refused(kind):
+    model = of_class(tiny(), kind)
+    with pytest.raises(UnsupportedModelError, match=r"its own \w+\(\) may choose or feed tokens"):
+        BatchGenerator(model, **SIZES)
+
+
+def test_a_model_that_was_given_another_generate_is_refused():
+    model = tiny()
+    model.generate = lambda *args, **options: torch.zeros(1, 1)
+    with pytest.raises(UnsupportedModelError, match=r"its own generate\(\) may choose"):
+        BatchGenerator(model, **SIZES)
+
+
+@pytest.mark.parametrize(("shift", "why"), [(0, None), (3, "its logits is another")])
+def test_what_a_class_feeds_its_forwards_can_be_tried(shift, why):
+    model = of_class(tiny(), Feeds)
+    model.shift = shift
+    rows = prompts(9, 5)
+    if why is not None:
+        with pytest.raises(UnsupportedModelError, match=why):
+            BatchGenerator(model, unknown="check", **SIZES)
+        return
+    with pytest.warns(UserWarning, match="no list knows"):
+        batched = BatchGenerator(model, unknown="check", **SIZES)
+    with batched:
+        given = tokens(batched.generate(rows, **GREEDY))
+    assert given == [
+        generate(model, padded([row]), max_new_tokens=4).sequences[0, len(row) :].tolist()
+        for row in rows
+    ]
 
 
 # ------------------------------------------------------------------ no language model
