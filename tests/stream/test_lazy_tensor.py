@@ -17,8 +17,8 @@ from pagedkv.stream.layers import make_absent
 from pagedkv.stream.lazy_tensor import Absent
 from pagedkv.stream.skeleton import build
 from tests.effort import each_value
-from tests.hf.tiny import generate, prompts
-from tests.stream.models import CPU, assert_bits, in_memory, make, placed, ragged, save, stream
+from tests.hf.tiny import prompts
+from tests.stream.models import CPU, assert_bits, in_memory, make, placed, save, stream
 
 
 @pytest.fixture(scope="module")
@@ -48,19 +48,12 @@ STREAMED = rf"^{UP} is streamed"
     "use",
     [
         lambda w: F.linear(torch.ones(2, 3), w),
-        lambda w: F.linear(torch.ones(2, 3), w, torch.ones(4)),
         lambda w: F.linear(torch.ones(2, 4), torch.ones(5, 4), w),
         lambda w: torch.ones(2, 4) @ w,
-        lambda w: torch.ones(2, 3) @ w.T,
         lambda w: torch.ones(2, 3) @ w.data.T,
         lambda w: torch.ones(2, 3) @ w.detach().t(),
-        lambda w: torch.addmm(torch.ones(2, 3), torch.ones(2, 4), w),
-        lambda w: torch.bmm(torch.ones(1, 2, 4), w[None]),
         lambda w: F.embedding(torch.tensor([1]), w),
         lambda w: F.conv1d(torch.ones(1, 3, 5), w.view(4, 3, 1)),
-        lambda w: torch.conv1d(torch.ones(1, 4, 5), w),
-        lambda w: torch.ones(3) * w,
-        lambda w: F.layer_norm(torch.ones(2, 4, 3), (4, 3), w),
         lambda w: torch.cat([torch.ones(4, 3), w]),
         lambda w: torch.einsum("bi,oi->bo", torch.ones(2, 3), w),
         lambda w: w + 1,
@@ -334,21 +327,6 @@ def test_an_adapter_is_added_and_loaded_as_in_memory(streamer, folder):
     with torch.no_grad():
         assert torch.equal(streamer.model(ids).logits, known(ids).logits)
     assert fingerprint_of(streamer.model) == fingerprint_of(known)
-
-
-def test_weights_left_by_an_interrupt_are_taken_back(folder):
-    with stream(folder) as streamer:
-        batch = ragged()
-        hook = streamer.model.model.layers[1].mlp.register_forward_hook(_interrupt)
-        with pytest.raises(KeyboardInterrupt):
-            generate(streamer.model, batch)
-        hook.remove()
-        assert all(isinstance(p, Absent) for p in streamer.model.model.layers.parameters())
-        assert_bits(streamer.model, in_memory(folder))
-
-
-def _interrupt(*_):
-    raise KeyboardInterrupt
 
 
 def test_weights_are_packed_in_no_other_class_of_tensor(folder):

@@ -1,12 +1,9 @@
 """Pages on a streamed model: beams, forks, taken-back tokens, guesses, plans, as in memory."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 
 from pagedkv import BatchGenerator, BudgetExceeded, LayerStreamer, PagedCache, plan_memory
-from pagedkv.hf.fingerprint import fingerprint_of
 from tests.effort import few
 from tests.hf.modes import UNEVEN
 from tests.hf.tiny import generate, named, padded, prompts, tiny
@@ -73,34 +70,6 @@ def test_samples_and_guesses_are_as_in_memory(folder, known, width):
     ):
         assert [r.tokens for r in batched.generate(texts, **options)] == expected
         assert (batched.stats.drafted > 0) == (width > 1)
-
-
-def test_a_plan_is_made_and_kept_to(folder, known):
-    texts, options = prompts(5, 12, 3), {"max_new_tokens": 8, "do_sample": False}
-    with BatchGenerator(known, **SIZES) as batched:
-        expected = [r.tokens for r in batched.generate(texts, **options)]
-    with pytest.raises(BudgetExceeded) as refused:
-        plan_memory(folder, device_memory="4KiB", batch=3, device="cpu")
-    tight = refused.value.needed
-    with (
-        LayerStreamer.from_pretrained(folder, device_memory=tight, batch=3, device="cpu") as own,
-        BatchGenerator(own.model, plan=own.plan) as batched,
-    ):
-        assert own.plan.batch == 3
-        assert 0 < own.plan.link_gbps < 1000  # as measured here
-        assert own.plan.streams
-        fingerprint = fingerprint_of(own.model)
-        assert batched.cache.config == replace(own.plan.cache, fingerprint=fingerprint)
-        assert [r.tokens for r in batched.generate(texts, **options)] == expected
-
-
-def test_no_byte_is_written(folder, known, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    before = {file: file.stat().st_mtime_ns for file in folder.iterdir()}
-    with stream(folder) as streamer:
-        generate(streamer.model, ragged(), PagedCache(streamer.model, **SIZES))
-    assert {file: file.stat().st_mtime_ns for file in folder.iterdir()} == before
-    assert not list(tmp_path.iterdir())
 
 
 def test_rows_and_guesses_of_a_step_keep_to_what_is_planned(folder, known):

@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers.utils import logging as transformers_logging
 
-from pagedkv import BatchGenerator, BudgetExceeded, LayerStreamer, PagedCache, plan_memory
+from pagedkv import BudgetExceeded, LayerStreamer, plan_memory
 from pagedkv.errors import (
     CheckpointError,
     GradModeError,
@@ -163,35 +163,6 @@ def test_parts_called_out_of_order_find_their_weights(folder):
             hidden = streamer.model.model(ids).last_hidden_state  # never asks for the head
             assert torch.equal(hidden, known.model(ids).last_hidden_state)
         assert torch.equal(streamer.model(ids).logits, known(ids).logits)
-
-
-@pytest.mark.parametrize("family", ["llama", "gemma2", "mixtral"])
-def test_pages_serve_a_streamed_model(family, tmp_path):
-    folder = save(make(family), tmp_path)
-    known, batch = in_memory(folder), ragged()
-    expected = generate(known, batch, PagedCache(known, max_tokens=256, page_size=4))
-    for glue in ({}, {"embedding": False, "head": False, "head_rows": 101}):
-        with placed(folder, **glue) as streamer:
-            cache = PagedCache(streamer.model, max_tokens=256, page_size=4)
-            actual = generate(streamer.model, batch, cache)
-            assert torch.equal(actual.sequences, expected.sequences)
-            for x, y in zip(actual.logits, expected.logits, strict=True):
-                assert torch.equal(x, y)
-
-
-def test_a_batch_generator_runs_on_a_streamed_model(folder):
-    known, texts = in_memory(folder), [p.tolist() for p in prompts(5, 12, 3, 8)]
-    fields = {"max_tokens": 256, "page_size": 4}
-    with BatchGenerator(known, **fields) as batches:
-        expected = [r.tokens for r in batches.generate(texts, max_new_tokens=12)]
-    with (
-        placed(folder, embedding=False, head=False, head_rows=101) as streamer,
-        BatchGenerator(streamer.model, **fields) as batches,
-    ):
-        for _ in range(2):  # the second time from cached prefixes
-            actual = [r.tokens for r in batches.generate(texts, max_new_tokens=12)]
-            assert actual == expected
-        assert batches.cache.stats().tokens_reused > 0
 
 
 def test_what_happened_is_reported(folder):

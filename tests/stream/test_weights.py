@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from pagedkv.errors import CheckpointError, CheckpointMismatch
 from pagedkv.stream.skeleton import build
-from tests.stream.models import assert_bits, in_memory, make, placed, ragged, save, stream
+from tests.stream.models import assert_bits, in_memory, make, placed, save, stream
 
 
 def rewrite(folder, change):
@@ -77,21 +77,9 @@ def test_tensors_that_are_not_the_models_are_named(family, what, named, tmp_path
 
 @pytest.mark.parametrize("family", ["llama", "mixtral"])
 def test_the_same_tensors_in_another_order_are_the_same_model(family, tmp_path):
-    model = make(family)
-    known = generate_all(in_memory(save(model, tmp_path / "a")))
-    folder = rewrite(save(model, tmp_path / "b"), lambda tensors: None)
-    with stream(folder) as streamer:
-        assert all(map(torch.equal, generate_all(streamer.model), known))
-
-
-def generate_all(model):
-    with torch.no_grad():
-        return [model(**ragged_once()).logits]
-
-
-def ragged_once():
-    torch.manual_seed(3)
-    return ragged()
+    expected = in_memory(save(make(family), tmp_path))
+    with stream(rewrite(tmp_path, lambda tensors: None)) as streamer:
+        assert_bits(streamer.model, expected)
 
 
 def test_tensors_the_model_ignores_are_ignored(tmp_path):
@@ -279,7 +267,7 @@ def test_packed_weights_move_packed_and_compute_as_in_memory(tmp_path):
             layer = streamer.model.model.layers[0]
             assert layer.mlp.up_proj.weight.dtype == torch.uint8
             assert layer.mlp.up_proj.weight.is_meta
-            assert_bits(streamer.model, expected)
+            assert_bits(streamer.model, expected, max_new_tokens=2)
             passes, read = streamer.stats().passes, streamer.stats().bytes_read
     weights = 4 * 64 * 64 // 4 - 2 * 64 * 32 // 4 + 3 * 64 * 128 // 4
     assert read == passes * 2 * (weights + 7 * 4 + 2 * 64 * 4)
