@@ -262,13 +262,12 @@ def test_packed_weights_move_packed_and_compute_as_in_memory(tmp_path):
             for tensor in tensors.values():
                 if tensor is not None:
                     tensor.data = tensor.data.clone()
-    for resident in (0, 1):
-        with stream(folder, resident_layers=resident) as streamer:
-            layer = streamer.model.model.layers[0]
-            assert layer.mlp.up_proj.weight.dtype == torch.uint8
-            assert layer.mlp.up_proj.weight.is_meta
-            assert_bits(streamer.model, expected, max_new_tokens=2)
-            passes, read = streamer.stats().passes, streamer.stats().bytes_read
+    with stream(folder, resident_layers=[0]) as streamer:
+        weight = streamer.model.model.layers[1].mlp.up_proj.weight
+        assert weight.dtype == torch.uint8
+        assert weight.is_meta
+        assert_bits(streamer.model, expected, max_new_tokens=2)
+        passes, read = streamer.stats().passes, streamer.stats().bytes_read
     weights = 4 * 64 * 64 // 4 - 2 * 64 * 32 // 4 + 3 * 64 * 128 // 4
     assert read == passes * 2 * (weights + 7 * 4 + 2 * 64 * 4)
 
