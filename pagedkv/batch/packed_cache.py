@@ -17,7 +17,6 @@ from pagedkv.hf.layer import PagedLayer
 from pagedkv.hf.model import text_config
 from pagedkv.hf.paged_layers import paged_layer
 from pagedkv.models import layer_kinds
-from pagedkv.step.metadata import StepMetadata
 
 from .packed_mixers import AbsentStates, Mixers, PagedAbsentStates
 
@@ -29,10 +28,6 @@ class PackedCache(ForwardCache):
         self.model, self.kv = model, kv
         # No mask needs a past here, but the bias of models that write attention out needs one.
         self.seen = int(self.is_written)
-        self.forward_layer, self.attended_again = -1, 0
-        self.opened: StepMetadata | None = None
-        self.transaction: object | None = None
-        self.touched = False
         self.complete = False
         self.mixers = Mixers(text_config(model))
         super().__init__(layers=self._layers())
@@ -55,7 +50,6 @@ class PackedCache(ForwardCache):
 
     @property
     def rows(self) -> list[int]:
-        """Sequence ids of the step that the cache carries."""
         return [] if self.opened is None else self.opened.seqs.tolist()
 
     def require_usable(self) -> None:
@@ -88,8 +82,7 @@ class PackedCache(ForwardCache):
         """Forgets K and V that a failed forward left staged; the caller aborts its step."""
         for layer in self.paged:
             layer.staged = None
-        self.transaction, self.touched = None, False
-        self.forward_layer, self.attended_again = -1, 0
+        self.forget_forward()
 
     def open_step(self, shape: Sequence[int], mask: Tensor | None) -> None:
         """Does nothing: the step is open already, and nothing is masked in it."""
@@ -97,8 +90,7 @@ class PackedCache(ForwardCache):
     def commit_step(self) -> None:
         """Notes that all layers have attended; the caller commits."""
         self.complete = True
-        self.transaction, self.touched = None, False
-        self.forward_layer, self.attended_again = -1, 0
+        self.forget_forward()
 
     def enter_mixer(self, mixer: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
         """Calls the mixer for each row group; see `packed_mixers.py`."""

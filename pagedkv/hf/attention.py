@@ -11,15 +11,14 @@ from pagedkv.errors import UnsupportedModelError
 from pagedkv.kernels.torch.sdpa import without_cudnn
 
 from .before import attention_before, mask_of_chosen
-from .forward_cache import changed_after_cache, waiting
+from .forward_cache import changed_after_cache, uncompiled, waiting
 from .handles import MaskHandle, staged_of
 from .paged_layers import SharedLatents
 from .staged import Staged
 from .strange import refuse_strange, refuse_strange_sinks
 
 
-# A compiler would specialise on the objects that this function looks at.
-@torch.compiler.disable  # type: ignore[untyped-decorator]
+@uncompiled
 def attention_function(
     module: torch.nn.Module,
     query: Tensor,

@@ -18,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 
 from pagedkv.errors import UnsupportedModelError
 
-from .forward_cache import waiting
+from .forward_cache import uncompiled, waiting
 
 PLACES = "query_positions", "key_positions"
 DISTANCES = "relative_distance"
@@ -48,8 +48,7 @@ def _told_by(kind: Any) -> tuple[inspect.Signature, bool] | None:
     return (signature, False) if {*PLACES} <= signature.parameters.keys() else None
 
 
-# A compiler would specialise on the objects that this function looks at.
-@torch.compiler.disable  # type: ignore[untyped-decorator]
+@uncompiled
 def by_distance(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
     """Hook that such a module runs before its forward; the arguments that it gets instead."""
     staged = waiting.last() if waiting.last is not None else None

@@ -66,11 +66,11 @@ class ForwardCache(Cache):
     prepared: Any
     kv: PagedKVCache
     seen: int
-    forward_layer: int
-    attended_again: int
-    opened: StepMetadata | None
-    transaction: object | None
-    touched: bool
+    forward_layer: int = -1
+    attended_again: int = 0
+    opened: StepMetadata | None = None
+    transaction: object | None = None
+    touched: bool = False
     forward_is_paged: bool
     slopes: tuple[Any, Tensor] | None = None
     latest_mask: weakref.ref[Any] | None = None
@@ -155,6 +155,11 @@ class ForwardCache(Cache):
     def abort_step(self) -> None:
         """Takes back all that a failed forward did; does nothing if none has failed."""
 
+    def forget_forward(self) -> None:
+        """Notes that no forward is under way."""
+        self.transaction, self.touched = None, False
+        self.forward_layer, self.attended_again = -1, 0
+
     @abstractmethod
     def open_step(self, shape: Sequence[int], mask: Tensor | None) -> None:
         """Called before the first layer writes.
@@ -170,7 +175,7 @@ class ForwardCache(Cache):
 
     @abstractmethod
     def packed(self, x: Tensor) -> Tensor:
-        """Packs the tokens of `[B, heads, q, D]` that are no padding, row by row: `[T, heads, D]`.
+        """Packs the tokens of `[B, heads, q, D]` that are computed, row by row: `[T, heads, D]`.
 
         If `x` has fewer tokens than K had in this forward, they are the last of each row.
         """

@@ -64,7 +64,6 @@ class StagedLatents(Staged):
         self.made: Expansion | None = None
 
     def expanded_by(self, module: nn.Module, k: Tensor, v: Tensor) -> Staged | None:
-        """See `Staged`."""
         if self.layer.staged is not self or not hasattr(module, "expand_kv"):
             return None
         self.made = Expansion(module, k, v)
@@ -77,13 +76,11 @@ class StagedLatents(Staged):
 
     @property
     def given(self) -> list[tuple[str, Tensor]]:
-        """See `Staged`."""
         assert self.made is not None
         return [("latent", self.k), ("key", self.made.k), ("value", self.made.v)]
 
     @property
     def width(self) -> int:
-        """Returns the elements of a head of the output."""
         assert self.made is not None
         return self.made.v.shape[-1]
 

@@ -18,7 +18,6 @@ from pagedkv.arrays import Bools, Ints, Tokens
 from pagedkv.cache.cache import PagedKVCache
 from pagedkv.errors import UnsupportedModelError
 from pagedkv.interrupt import Uninterrupted
-from pagedkv.step.metadata import StepMetadata
 
 from .attach import leads_to
 from .dense import read, write_and_gather
@@ -48,9 +47,6 @@ class LeasedRows(ForwardCache):
         self.seen = 0  # tokens so far, padding included; the same for all rows
         self.offsets = Offsets(model)
         self.kept: Bools | None = None  # [B, seen], which tokens are stored; None for all
-        self.forward_layer, self.attended_again = -1, 0
-        self.opened: StepMetadata | None = None
-        self.transaction: object | None = None
         self._given = False
         self._new_rows = False  # whether this forward has added the rows
         self._new_length = 0  # what `seen` will be after it
@@ -64,7 +60,6 @@ class LeasedRows(ForwardCache):
         self._begins_generate = self._asked_for_whole_rows = False
         self._entry: Entry | None = None  # of whole rows, in the forward that is under way
         self._lease = Lease(kv, model)
-        self.touched = False
         self._fed: list[int] | None = None  # rows of the batch that have tokens in this forward
         super().__init__(layers=make_layers(self))
         self._state_layers = [layer for layer in self.layers if isinstance(layer, StateLayer)]
@@ -74,7 +69,6 @@ class LeasedRows(ForwardCache):
 
     @property
     def rows(self) -> list[int]:
-        """Sequence ids of the batch rows; empty before the first forward."""
         return self._lease.seqs
 
     @property
@@ -113,7 +107,6 @@ class LeasedRows(ForwardCache):
 
     @property
     def knows_texts(self) -> bool:
-        """Whether the ids of rows can be compared with those that the cache holds."""
         return self.is_paged and self.texts.known
 
     def require_usable(self) -> None:
@@ -239,8 +232,8 @@ class LeasedRows(ForwardCache):
             layer.staged = None
         for layer in self._state_layers:
             layer.forget()
-        self.opened = self.transaction = None
-        self.forward_layer, self.attended_again, self.touched = -1, 0, False
+        self.opened = None
+        self.forget_forward()
         if self._new_rows:
             self.kv.free(self.rows)
             self._lease.seqs, self._new_rows = [], False
@@ -320,8 +313,8 @@ class LeasedRows(ForwardCache):
             self._learn(batch, new)
             self._entry = self._told = None
             self.seen, self.kept, self._new_rows = self._new_length, kept, False
-            self.opened = self.transaction = None
-            self.forward_layer, self.attended_again, self.touched = -1, 0, False
+            self.opened = None
+            self.forget_forward()
             for layer in self._state_layers:
                 layer.forget()
 
@@ -334,7 +327,6 @@ class LeasedRows(ForwardCache):
         self.texts.add(self._told or Told(), self.seen, new, added, batch)
 
     def packed(self, x: Tensor) -> Tensor:
-        """Packs the tokens of `[B, heads, q, D]` that are computed, row by row: `[T, heads, D]`."""
         return self._packings.packed(x)
 
     def unpacked(self, out: Tensor, query: Tensor) -> Tensor:
@@ -342,17 +334,13 @@ class LeasedRows(ForwardCache):
         return self._packings.unpacked(out, query)
 
     def num_queries(self, new: int) -> Ints:
-        """How many of each row's last `new` tokens are queries."""
         return self._packings.of(new).counts
 
     def length_behind(self, new: int) -> int:
-        """Returns the length of rows behind `new` tokens, padding included."""
         return self.seen + new
 
     def held(self, layer: PagedLayer) -> tuple[Tensor, Tensor] | None:
-        """Returns copies of all K and V that the rows have in a layer; None without rows."""
         return read(self, self.kept, layer) if self.rows else None
 
     def update_dense(self, layer: PagedLayer, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Writes K and V, and returns all K and V of the layer, for another attention than ours."""
         return write_and_gather(self, self.kept, layer, k, v)

@@ -19,14 +19,13 @@ from pagedkv.errors import UnsupportedModelError
 from pagedkv.models.kinds import Sight
 
 from .before import masks_before
-from .forward_cache import ForwardCache, PagedLength
+from .forward_cache import ForwardCache, PagedLength, uncompiled
 from .handles import MaskHandle
 
 BLOCK_ELEMENTS = 1 << 22  # of a mask that is compared: it is made for so few queries at a time
 
 
-# A compiler would specialise on the objects that this function looks at.
-@torch.compiler.disable  # type: ignore[untyped-decorator]
+@uncompiled
 def mask_function(
     *, q_length: int, kv_length: int, attention_mask: Tensor | None = None, **kwargs: Any
 ) -> Tensor | None:

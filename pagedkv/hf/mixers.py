@@ -12,12 +12,11 @@ from collections.abc import Callable, Set
 from functools import cache
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from transformers.cache_utils import Cache, LinearAttentionLayer
 
-from .forward_cache import ForwardCache
+from .forward_cache import ForwardCache, uncompiled
 
 _CALLED = {"update_conv_state", "update_recurrent_state"}
 _CALLED_BY_INDEXERS = {"update_indexer", "update_index"}
@@ -70,14 +69,14 @@ def watch_mixers(model: nn.Module) -> list[RemovableHandle]:
 
 
 # The hooks get their module as an argument, so the hooks of a deep copy work on the copy.
-@torch.compiler.disable  # type: ignore[untyped-decorator]
+@uncompiled
 def before_mixer(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
     """Hook before a mixer's forward; returns the arguments that it is called with instead."""
     cache = _first(ForwardCache, args, kwargs)
     return None if cache is None else cache.enter_mixer(module, args, kwargs)
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
+@uncompiled
 def before_indexer(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
     """Hook before an indexer's forward; returns the arguments that it is called with instead.
 
@@ -87,7 +86,7 @@ def before_indexer(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
     return None if cache is None else cache.layers[index_of(module)].choose(module, args, kwargs)
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
+@uncompiled
 def after_mixer(module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> Any:
     """Hook after a mixer's forward; returns the output that the mixer's caller gets instead."""
     view = _first(View, args, kwargs)

@@ -100,7 +100,6 @@ class Swapped(StandIn):
         self.seen, self.weight, self.dtype = seen, weight, weight.dtype
 
     def serves(self, x: Any) -> bool:
-        """Whether it may compute with these rows."""
         weight, seen = self.weight, self.seen
         return (
             super().serves(x)

@@ -33,7 +33,7 @@ from pagedkv.cache.cache import PagedKVCache
 from pagedkv.cache.fair_turns import Turn, Turns
 from pagedkv.errors import OpenStepError, UnsupportedModelError
 
-from .forward_cache import ForwardCache, changed_after_cache, waiting
+from .forward_cache import ForwardCache, changed_after_cache, uncompiled, waiting
 from .release import CACHE
 
 # Seconds. Frames of a running thread are read one by one, so a call may wrongly seem to have ended.
@@ -284,16 +284,14 @@ def watch(module: nn.Module) -> list[RemovableHandle]:
     ]
 
 
-# A compiler would specialise on the objects that these functions look at.
-@torch.compiler.disable  # type: ignore[untyped-decorator]
+@uncompiled
 def begin(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Hook before the call of a module: begins a forward unless it is a part of one.
 
     Returns:
         The arguments to call it with instead; None for those that were given.
     """
-    given = (x for x in (*kwargs.values(), *args) if isinstance(x, ForwardCache))
-    cache = next(given, None)
+    cache = next((x for x in (*kwargs.values(), *args) if isinstance(x, ForwardCache)), None)
     forget_dead(module)
     mine = _thread.transactions
     if mine and mine[-1].contains(module, cache):
@@ -307,16 +305,14 @@ def begin(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
         return None
     mine[-1].take_turn(cache)
     # Of arguments given by position only ids are named: what comes next differs between models.
-    named = (
-        {"input_ids": args[0], **kwargs} if args and isinstance(args[0], torch.Tensor) else kwargs
-    )
-    changed = cache.begin_forward(named)
-    return (
-        None if changed is None else ((None, *args[1:]) if named is not kwargs else args, changed)
-    )
+    has_ids = bool(args) and isinstance(args[0], torch.Tensor)
+    changed = cache.begin_forward({"input_ids": args[0], **kwargs} if has_ids else kwargs)
+    if changed is None:
+        return None
+    return (None, *args[1:]) if has_ids else args, changed
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
+@uncompiled
 def commit(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
     """Hook after the call of a module, if neither the call nor another hook has raised."""
     transaction = _innermost(module)
@@ -324,7 +320,7 @@ def commit(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         transaction.commit()
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
+@uncompiled
 def end(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
     """Hook after any call of a module; aborts a forward that was not committed."""
     transaction = _innermost(module)
