@@ -19,6 +19,7 @@ from collections.abc import Iterable, Sequence
 
 from pagedkv.arrays import Tokens
 from pagedkv.cache.cache import PagedKVCache
+from pagedkv.pages.prefix import leading
 from pagedkv.pages.salts import shared_tokens
 
 from .rows import Row
@@ -115,5 +116,4 @@ class StateBranches(Branches):
 def shared_length(ids: Tokens, other: Tokens) -> int:
     """Counts the tokens that a prompt can find of a text: its last token is always computed."""
     n = min(len(ids) - 1, len(other))
-    same = ids[:n] == other[:n]
-    return n if same.all() else int(same.argmin())
+    return leading(ids[:n] == other[:n])

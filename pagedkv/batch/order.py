@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from pagedkv.arrays import Ints
+from pagedkv.pages.prefix import leading
 from pagedkv.pages.salts import Salt, shared_tokens, up_to
 
 
@@ -28,7 +29,8 @@ def by_prefix(texts: Sequence[Ints], salts: Sequence[Salt], page: int) -> list[i
         depth = len(texts[first])
         for i in others:
             depth = min(depth, shared_tokens(salts[first], salts[i], page))
-            depth = _shared(texts[first], texts[i], known, depth)
+            end = min(depth, len(texts[i]))
+            depth = known + leading(texts[first][known:end] == texts[i][known:end])
             if depth < known + page:
                 break
         depth = max(depth // page * page, known)
@@ -51,10 +53,3 @@ def _parted(
         salt = up_to(salts[place], max(1, min(end, len(text))))  # no salt behind the page
         parts.setdefault((salt, text[depth:end].tobytes()), []).append(place)
     return [*parts.values()][::-1]
-
-
-def _shared(text: Ints, other: Ints, known: int, most: int) -> int:
-    """Counts the ids that two texts both begin with, up to `most`; the first `known` are equal."""
-    end = min(most, len(other))
-    same = text[known:end] == other[known:end]
-    return end if same.all() else known + int(same.argmin())

@@ -12,7 +12,7 @@ the token that the row draws, and the row's own generator is not touched.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from time import perf_counter
 
 import numpy as np
@@ -28,6 +28,7 @@ from pagedkv.batch.sampling import RowRules, choose
 from pagedkv.errors import OutOfPagesError, TooManySequencesError
 from pagedkv.hf.telling import warn
 from pagedkv.interrupt import Uninterrupted
+from pagedkv.pages.prefix import leading
 from pagedkv.pages.salts import Salt
 from pagedkv.ranks import ALONE, Ranks
 from pagedkv.step.metadata import StepMetadata
@@ -186,7 +187,8 @@ class ModelDrafts:
         """Compares the last drafts with the tokens that came, and cuts off the wrong ones."""
         row = follower.row
         since = row.since(follower.length)
-        right = _agreeing(follower.drafted, since)
+        most = min(len(follower.drafted), len(since))
+        right = leading(np.equal(follower.drafted[:most], since[:most]))
         # Verified drafts bring the row one token more than were right; otherwise they were dropped.
         if follower.drafted and right < len(since):
             follower.pace.learn(len(follower.drafted), right)
@@ -311,22 +313,11 @@ def _rules_of(row: Row) -> RowRules:
     rules: RowRules = row.rules
     pure = [one for one in rules.processors if type(one) in WITHOUT_IDS]
     generator = rules.generator
-    return RowRules(
-        limit=rules.limit,
-        ends=rules.ends,
-        alike=rules.alike,
+    return replace(
+        rules,
         processors=LogitsProcessorList(pure),
         criteria=StoppingCriteriaList(),
         generator=None if generator is None else torch.Generator(generator.device),
         ids=None,
+        by_text=False,
     )
-
-
-def _agreeing(drafted: Sequence[int], tokens: Tokens) -> int:
-    """Counts the leading drafts that equal the tokens that came."""
-    count = 0
-    for draft, token in zip(drafted, tokens.tolist()):
-        if draft != token:
-            break
-        count += 1
-    return count
