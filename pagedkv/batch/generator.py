@@ -152,11 +152,9 @@ class BatchGenerator:
             if why_one and asked is not None and asked > 1:
                 raise ValueError(f"verify_width: expected 1 {why_one}, got {asked}")
             self.verify_width = 1 if why_one else verify_width
-            self._draft = (
-                None
-                if draft is None
-                else DraftModel(draft, self._packed, verify_width, pack_weights)
-            )
+            self._draft = None
+            if draft is not None:
+                self._draft = DraftModel(draft, self._packed, verify_width, pack_weights)
         except BaseException:
             self._packed.close()
             raise
@@ -381,21 +379,22 @@ class BatchGenerator:
             RuntimeError: a kernel does not compile.
         """
         self._require_ready()
-        drafting = [] if self._draft is None else [self._draft.packed]
         with self.cache.lock:
-            return sum(compile_for(one, workers) for one in (self._packed, *drafting))
+            return sum(compile_for(one, workers) for one in self._models)
 
     def close(self) -> None:
         """Detaches the model from paged attention. Idempotent."""
-        self._packed.close()
-        if self._draft is not None:
-            self._draft.close()
+        for packed in self._models:
+            packed.close()
 
     @property
     def packed_bytes(self) -> int:
         """Bytes of packed weights, those of a draft included."""
-        drafting = [] if self._draft is None else [self._draft.packed]
-        return sum(one.packed_bytes for one in (self._packed, *drafting))
+        return sum(packed.packed_bytes for packed in self._models)
+
+    @property
+    def _models(self) -> list[PackedModel]:
+        return [self._packed, *([] if self._draft is None else [self._draft.packed])]
 
     def __enter__(self) -> BatchGenerator:
         return self
@@ -447,7 +446,7 @@ class BatchGenerator:
 
     def _require_ready(self) -> None:
         self._packed.require_open()
-        for packed in (self._packed, *([] if self._draft is None else [self._draft.packed])):
+        for packed in self._models:
             packed.require_same_kind()
             packed.require_caching()
         self._packed.warn_of_hooks()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from copy import copy
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -180,7 +180,9 @@ class PackedModel:
             keep["logits_to_keep"] = rows.tolist() if self._divided else rows
         given = inputs or Inputs(step.tokens[None], step.positions[None])
         try:
-            with given.within, self._acting():
+            with given.within, ExitStack() as stack:
+                for acting in filter(None, (self._weights, self._activations)):
+                    stack.enter_context(acting.acting())
                 logits = self.model(
                     input_ids=given.ids,
                     position_ids=given.positions,
@@ -199,14 +201,6 @@ class PackedModel:
                 f"where {len(rows)} of {step.num_tokens} were asked for (logits_to_keep)"
             )
         return logits[rows]  # a forward that accepts any argument may have ignored it
-
-    @contextmanager
-    def _acting(self) -> Iterator[None]:
-        parts = (part for part in (self._weights, self._activations) if part is not None)
-        with ExitStack() as stack:
-            for part in parts:
-                stack.enter_context(part.acting())
-            yield
 
     def take_over(self) -> None:
         """Separates the prefixes of models that use the same pages."""

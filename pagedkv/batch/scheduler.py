@@ -253,10 +253,6 @@ class Scheduler:
         ended, self.rows.ended = self.rows.ended, []
         return ended
 
-    def part(self) -> None:
-        """Lets the next step have other rows than the latest one."""
-        self.rows.is_changed = True
-
     def take_back(self, batch: Batch, failed: list[Row]) -> None:
         """Aborts an open step; the failed rows, which have their `error`, end."""
         self.cache.abort(batch.step)

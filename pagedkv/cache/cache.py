@@ -24,7 +24,7 @@ from pagedkv.arrays import Ints, Tokens
 from pagedkv.attention.backend import choose_backend
 from pagedkv.config import CacheConfig
 from pagedkv.errors import HostMemoryError, OpenStepError, OutOfPagesError, WrongCacheError
-from pagedkv.interrupt import Uninterrupted, uninterrupted
+from pagedkv.interrupt import Uninterrupted
 from pagedkv.offload.tier import HostTier
 from pagedkv.pages import check as pages_check
 from pagedkv.pages import sequences
@@ -336,12 +336,9 @@ class PagedKVCache:
         """
         self._free_released()
         prepare = partial(self._prepare, seqs, tokens, num_new)
+        with_evictions = partial(prepare, self._evictor)
         if self._pressure is None:
-            try:
-                return uninterrupted(partial(prepare, self._evictor), self.abort)
-            except (OutOfPagesError, MemoryError) as error:
-                self._tell_failed("prepare", error)
-                raise
+            return retrying(None, self, "prepare", (), with_evictions, self.abort)
         try:  # the callback comes first: a policy would evict pages for good
             step = retrying(
                 self._pressure, self, "prepare", seqs, partial(prepare, None), self.abort
@@ -349,8 +346,7 @@ class PagedKVCache:
         except OutOfPagesError:
             if self._evictor is None:
                 raise
-            last = partial(prepare, self._evictor)
-            step = retrying(None, self, "prepare", (), last, self.abort)
+            step = retrying(None, self, "prepare", (), with_evictions, self.abort)
         self._pressure.touch(step._plan.rows)
         return step
 
@@ -590,9 +586,7 @@ class PagedKVCache:
             ([3], torch.Size([1, 16]))
         """
         tables = self._tables
-        row = tables.row_of(seq)
-        tables.require_here([row])
-        self._require_not_in_step([row])
+        (row,) = self._idle_rows([seq])
         if tables.states is None:
             raise ValueError("checkpoint: expected a cache with states, configure `states`")
         length = int(tables.lengths[row])
@@ -677,9 +671,13 @@ class PagedKVCache:
 
     def require_idle(self, seqs: int | Sequence[int] | Ints) -> None:
         """Raises unless these are distinct live sequences on the device and in no open step."""
-        rows = self._tables.rows_of(several(seqs)).tolist()
+        self._idle_rows(several(seqs))
+
+    def _idle_rows(self, seqs: Sequence[int] | Ints) -> list[int]:
+        rows = self._tables.rows_of(seqs).tolist()
         self._tables.require_here(rows)
         self._require_not_in_step(rows)
+        return rows
 
     def free(self, seqs: int | Sequence[int] | Ints) -> None:
         """Ends sequences. Their committed prefixes stay findable until the pages are reused.
@@ -823,9 +821,7 @@ class PagedKVCache:
         names = several(seqs)
         if len(names) == 0:
             return
-        rows = self._tables.rows_of(names).tolist()
-        self._tables.require_here(rows)
-        self._require_not_in_step(rows)
+        rows = self._idle_rows(names)
         if self._tier is None:
             raise HostMemoryError("offload: there is no host tier, set CacheConfig.host_tokens")
         retrying(None, self, "offload", (), partial(self._offload, self._tier, rows))

@@ -181,8 +181,6 @@ class CacheConfig(Sizes):
         policy = self.policy
         if self.budget is not None:
             require_int("budget", self.budget, 1)
-            if policy is None:
-                raise ValueError('budget: needs retention=, for example retention="keydiff"')
         if self.keep is not None:
             require_share("keep", self.keep)
             if not 0 < self.keep <= 1:
@@ -190,8 +188,9 @@ class CacheConfig(Sizes):
                 raise ValueError(
                     f"keep: expected a share above 0 and up to 1, got {self.keep}{advice}"
                 )
-            if policy is None:
-                raise ValueError('keep: needs retention=, for example retention="keydiff"')
+        for name in ("budget", "keep"):
+            if policy is None and getattr(self, name) is not None:
+                raise ValueError(f'{name}: needs retention=, for example retention="keydiff"')
         for name in ("low_water", "high_water"):
             require_share(name, getattr(self, name))
         if not 0 < self.low_water <= self.high_water <= 1:

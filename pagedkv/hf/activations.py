@@ -35,8 +35,7 @@ _SHARED = weakref.WeakKeyDictionary()
 
 def activations_of(model: PreTrainedModel) -> Activations:
     """Returns the activations of a model, found at the first use and kept while they are used."""
-    kept = _SHARED.get(model)
-    found = None if kept is None else kept()
+    found = _SHARED[model]() if model in _SHARED else None
     if found is None:
         found = Activations(model)
         _SHARED[model] = weakref.ref(found)

@@ -43,8 +43,10 @@ ROUNDED = b"int8, groups of 32"  # for `ModelIdentity`: what K and V are compute
 
 DYNAMIC = "torch.ao.nn.quantized.dynamic"
 
-_SHARED: weakref.WeakKeyDictionary[PreTrainedModel, dict[bool, weakref.ref[PackedWeights]]]
-_SHARED = weakref.WeakKeyDictionary()
+# By model, and by whether all its products are computed by our own kernels.
+_SHARED: weakref.WeakKeyDictionary[
+    PreTrainedModel, weakref.WeakValueDictionary[bool, PackedWeights]
+] = weakref.WeakKeyDictionary()
 
 
 def require_way(pack_weights: Any) -> None:
@@ -107,11 +109,9 @@ def packed_weights(model: PreTrainedModel, bits: int = 16, by_c: bool = False) -
                 f"has it, got {ways[bits]}; close that one first"
             )
     by_c = by_c and bool(in_c.why_not(model.dtype))
-    kept = _SHARED.setdefault(model, {})
-    found = kept[by_c]() if by_c in kept else None
-    if found is None:
-        found = PackedWeights(model, bits, by_c)
-        kept[by_c] = weakref.ref(found)
+    kept = _SHARED.setdefault(model, weakref.WeakValueDictionary())
+    if (found := kept.get(by_c)) is None:
+        found = kept[by_c] = PackedWeights(model, bits, by_c)
     found.refresh()
     return found
 
@@ -145,8 +145,7 @@ def why_rows_differ(model: PreTrainedModel) -> str | None:
 
 def _kept(model: PreTrainedModel) -> list[PackedWeights]:
     """The packed weights that open generators of a model have."""
-    found = (kept() for kept in _SHARED.get(model, {}).values())
-    return [one for one in found if one is not None]
+    return list(_SHARED.get(model, {}).values())
 
 
 class PackedWeights(StandIns):

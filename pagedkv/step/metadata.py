@@ -197,7 +197,7 @@ class StepMetadata(StepTensors):
             step.query_start_loc = sent(starts, self.query_start_loc.device)
             return step
 
-        step: StepMetadata = self._once(("narrowed", counts.tobytes()), build)
+        step: StepMetadata = self.memo(("narrowed", counts.tobytes()), build)
         return step
 
     def in_chunks(self, group: int) -> StepMetadata:
@@ -235,7 +235,7 @@ class StepMetadata(StepTensors):
             step._evicted_host = np.zeros_like(self._evicted_host[:, :1])
             return step
 
-        step: StepMetadata = self._once(("chunks", group), build)
+        step: StepMetadata = self.memo(("chunks", group), build)
         return step
 
     def _without(self, rows: Ints) -> StepMetadata:

@@ -174,7 +174,7 @@ class StepTensors:
         """Returns one group's part of a value that is computed for all groups at once."""
         value = self._memo.get((name, group))
         if value is None:
-            values = self._once((name, None), build)
+            values = self.memo((name, None), build)
             value = self._memo[name, group] = values[group]
         return value
 
@@ -242,7 +242,7 @@ class StepTensors:
             torch.cumsum(held.sum(1), 0, dtype=torch.int32, out=indptr[1:])
             return indptr, table[held], (lens - 1) % size + 1
 
-        return self._once(("csr", group), build)
+        return self.memo(("csr", group), build)
 
     def group_of(self, layer: int) -> int:
         """Returns the layer group of a layer."""
@@ -251,10 +251,6 @@ class StepTensors:
         except KeyError:
             last = self.config.num_layers - 1
             raise ValueError(f"layer: expected 0..{last}, got {layer!r}") from None
-
-    def memo(self, key: Any, build: Callable[[], Any]) -> Any:
-        """Returns a value that a backend computes once per step; the step keeps it."""
-        return self._once(key, build)
 
     def keep(self, key: Any, value: Any) -> None:
         """Keeps a backend's value until the step is over."""
@@ -269,7 +265,8 @@ class StepTensors:
         if self.state != "open":
             raise ClosedStepError(f"step: expected an open step, this one was {self.state}")
 
-    def _once(self, key: Any, build: Callable[[], Any]) -> Any:
+    def memo(self, key: Any, build: Callable[[], Any]) -> Any:
+        """Returns a value that is computed once per step; the step keeps it."""
         value = self._memo.get(key)
         if value is None:
             self.require_open()

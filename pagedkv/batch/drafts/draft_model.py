@@ -78,10 +78,6 @@ class DraftModel:
             return nn.functional.pad(logits, (0, more), value=-torch.inf)
         return logits[:, : self._words]
 
-    def close(self) -> None:
-        """Detaches the model from paged attention. Idempotent."""
-        self.packed.close()
-
 
 def vocabulary_of(model: Any) -> int:
     """Returns the number of ids that a model knows."""

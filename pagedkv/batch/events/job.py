@@ -61,7 +61,7 @@ class EventsJob(GenerationJob):
         while self._wishes and self._runner.in_flight is None:
             self._heed(*self._wishes.popleft())
         if self._wishes:
-            self._scheduler.part()
+            self._scheduler.rows.is_changed = True  # so the next step lands first
         ended = super()._step()
         if ended is None:
             return None
