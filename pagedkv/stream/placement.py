@@ -168,8 +168,7 @@ class Places:
 
     def source(self, name: str) -> str:
         """Returns the name in the store of a tensor of the model."""
-        tied, known = self._model.all_tied_weights_keys.get(name), self._store.origins
-        return name if name in known or tied not in known else tied
+        return self._store.origins.tied.get(name, name)
 
     def views(self, index: int, buffer: Tensor) -> list[Tensor]:
         """Returns a unit's tensors over its bytes, as the model holds them."""

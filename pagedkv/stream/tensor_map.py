@@ -115,6 +115,7 @@ class Origins:
         copies: the pieces of files that make up a tensor.
         conversions: the operation that makes a tensor.
         packed: tensors of experts that are unpacked as they are read.
+        tied: for a tensor that no file has, the tied one that comes from a file.
     """
 
     def __init__(
@@ -132,17 +133,28 @@ class Origins:
         quantizer = getattr(model, "hf_quantizer", None)
         for mapping in _grouped(checkpoint, model, state, key_mapping, quantizer):
             self._add(mapping, model, state, quantizer is not None)
-        tied = model.all_tied_weights_keys
+        self.tied = self._tied(model.all_tied_weights_keys)
         # Tensors that transformers allows to be missing are real by now: `build` computed them.
         missing = [
             name
             for name, tensor in state.items()
-            if tensor.is_meta and name not in self and tied.get(name) not in self
+            if tensor.is_meta and name not in self and name not in self.tied
         ]
         require_covered(checkpoint, model, missing, [], self._wrong_kinds(dtypes))
 
     def __contains__(self, name: object) -> bool:
         return name in self.copies or name in self.conversions or name in self.packed
+
+    def _tied(self, pairs: dict[str, str]) -> dict[str, str]:
+        """Returns where tied tensors come from: a file may have either of a pair."""
+        found: dict[str, str] = {}
+        for name, other in pairs.items():
+            if name in self and other not in self:
+                found[other] = name
+        for name, other in pairs.items():
+            if name not in self and (other in self or other in found):
+                found[name] = found.get(other, other)
+        return found
 
     def has_rows(self, name: str) -> bool:
         """Whether each row of a tensor can be read alone."""

@@ -10,6 +10,7 @@ from unittest import mock
 import psutil
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers.utils import logging as transformers_logging
 
 from pagedkv import BudgetExceeded, LayerStreamer, plan_memory
@@ -369,6 +370,17 @@ def test_a_head_of_its_own_is_used_though_the_configuration_says_tied(folder, tm
     assert expected.lm_head.weight is not expected.model.embed_tokens.weight
     for glue in ({}, {"embedding": False}, {"head": False, "head_rows": 101}):
         with placed(place, **glue) as streamer:
+            assert_bits(streamer.model, expected)
+
+
+def test_of_a_tied_pair_a_file_may_have_either(tmp_path):
+    make("llama", tie_word_embeddings=True).save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors["lm_head.weight"] = tensors.pop("model.embed_tokens.weight")
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    expected = in_memory(tmp_path)
+    for glue in ({}, {"embedding": False}, {"head": False, "head_rows": 101}):
+        with placed(tmp_path, **glue) as streamer:
             assert_bits(streamer.model, expected)
 
 
