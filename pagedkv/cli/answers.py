@@ -7,6 +7,7 @@ type `null`, and the parts could not be read as one table.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from math import isfinite
 from typing import Any
 
 from .causes import LONG
@@ -74,9 +75,16 @@ def row_of(types: dict[str, str], prompt: Prompt, values: dict[str, Any]) -> dic
     row = prompt.columns
     for name in (*types, *OWN):
         row.pop(name, None)
-    row |= {name: values.get(name) for name in types}
+    row |= {name: _in_json(values.get(name)) for name in types}
     hidden = {CAUSE: prompt.cause, SIDE: prompt.cut and values.get(SIDE)}
     return row | {name: value for name, value in hidden.items() if value}
+
+
+def _in_json(value: Any) -> Any:
+    """Makes null of numbers that JSON does not have: NaN and infinities."""
+    if isinstance(value, (list, tuple)):
+        return [_in_json(each) for each in value]
+    return None if isinstance(value, float) and not isfinite(value) else value
 
 
 def refused_row(types: dict[str, str], prompt: Prompt, index: int, sample: int) -> dict[str, Any]:

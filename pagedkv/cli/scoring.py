@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from math import exp, fsum
+from math import exp, fsum, inf
 from typing import TYPE_CHECKING, Any
 
 from .answers import OWN
@@ -78,11 +78,13 @@ class Scoring:
             (score,) = scores
             return row | {
                 "logprob": score.logprob,
-                "perplexity": exp(-score.mean),
+                "perplexity": _perplexity(score.mean),
                 "num_tokens": len(score.tokens),
             }
         values = [score.mean if self.normalize else score.logprob for score in scores]
         best = values.index(max(values))
+        if values[best] == -inf:
+            return row | {"error": "no choice has a probability above 0"}
         odds = [exp(value - values[best]) for value in values]
         shares = {_column(c): odd / fsum(odds) for c, odd in zip(self.choices, odds)}
         return row | {self.label: self.choices[best], "logprob": scores[best].logprob} | shares
@@ -120,6 +122,13 @@ def behind(text: str, choice: str) -> str:
     last, first = text[-1:], choice[0]
     ends = last.isascii() and (last.isalnum() or last in BEFORE_A_SPACE)
     return f" {choice}" if last and ends and first.isascii() and first.isalnum() else choice
+
+
+def _perplexity(mean: float) -> float:
+    try:
+        return exp(-mean)
+    except OverflowError:  # a float ends at exp(709.8)
+        return inf
 
 
 def _column(choice: str) -> str:

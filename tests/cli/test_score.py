@@ -5,13 +5,19 @@ import json
 import math
 
 import pytest
+import torch
 import transformers
 
 from pagedkv import BatchGenerator
+from pagedkv.batch.results import Score
 from pagedkv.cli import job
+from pagedkv.cli.answers import row_of
 from pagedkv.cli.errors import UsageError
+from pagedkv.cli.prompts import Prompt
 from pagedkv.cli.score_run import Labelled
-from pagedkv.cli.scoring import behind, choices_of
+from pagedkv.cli.scoring import Scoring, behind, choices_of
+from tests.cli.conftest import LETTERS
+from tests.hf.tiny import tiny
 
 CHOICES = ["b", "cde", "字"]
 TABLE = "id,kind,text\n1,a,bcd\n2,b,defg\n3,c,bcd\n"
@@ -197,6 +203,31 @@ def test_texts_alone_have_log_probabilities_and_perplexities(score, scored, tmp_
             assert row["perplexity"] == pytest.approx(math.exp(-own.mean), rel=1e-5)
             assert row["num_tokens"] == len(own.tokens)
             assert row["prompt"] == texts[row["index"]]
+
+
+def test_a_perplexity_that_no_number_holds_is_null_and_ends_no_job(score, checkpoints):
+    unlikely = tiny(vocab_size=len(LETTERS))
+    with torch.no_grad():
+        unlikely.lm_head.weight.mul_(3000)
+    found = score("abcd", "bcde", model=checkpoints("unlikely", model=unlikely))
+    rows = [json.loads(line, parse_constant=pytest.fail) for line in found.stdout.splitlines()]
+    assert [row["perplexity"] for row in rows] == [None, None]
+    assert all(row["logprob"] < -710 and row["error"] is None for row in rows)
+
+
+def test_infinities_are_null_and_choices_that_none_can_come_are_an_error():
+    """As of a model that masks some of its tokens."""
+    text, labels = Scoring(), Scoring(("a", "b"))
+
+    def row(scoring, *logprobs):
+        scores = [Score(0, i, [5], [one], [False], 0) for i, one in enumerate(logprobs)]
+        return row_of(scoring.types, Prompt("c"), scoring.row(0, scores))
+
+    json.dumps([row(text, -math.inf), mixed := row(labels, -math.inf, -2.0)], allow_nan=False)
+    assert (mixed["label"], mixed["p_a"], mixed["p_b"]) == ("b", 0, 1)
+    none = row(labels, -math.inf, -math.inf)
+    assert none["error"] == "no choice has a probability above 0"
+    assert none["label"] is none["p_a"] is None
 
 
 def test_chat_messages_are_texts_to_score_behind_only(pagedkv, chat_model, written):
