@@ -16,6 +16,11 @@ from pagedkv.hf.model import cache_config
 from tests.hf.tiny import CLOSE_CALL, NEW, generate, padded, prompts
 
 PER_PROMPT = ("max_new_tokens", "temperature", "seed")
+# With no others than these a token follows from the logits alone.
+GREEDY = {"do_sample", "max_new_tokens", "eos_token_id", "pad_token_id"}
+# What a model's own configuration may say without changing that.
+IDLE = {"bos_token_id", "pad_token_id", "use_cache", "output_attentions", "output_hidden_states"}
+IDLE |= {"_from_model_config", "transformers_version"}
 
 
 def generator(model: PreTrainedModel, tokenizer: Any = None, **fields: Any) -> BatchGenerator:
@@ -54,6 +59,41 @@ def assert_same(result: Result, expected: Any) -> None:
     )
 
 
+def is_greedy(model: PreTrainedModel, options: dict[str, Any]) -> bool:
+    """Whether each token is the best one by its logits, and the most tokens are said."""
+    plain = options.keys() <= GREEDY and {*model.generation_config.to_diff_dict()} <= IDLE
+    return plain and not options["do_sample"] and options["max_new_tokens"] is not None
+
+
+@torch.no_grad()
+def own_logits(model: PreTrainedModel, text: Any) -> Tensor:
+    return model(torch.as_tensor(text)[None], use_cache=False).logits[0]
+
+
+def assert_greedy(
+    model: PreTrainedModel, prompt: Any, result: Result, max_new_tokens: int, ends: Any = None
+) -> None:
+    """Each token is the best one of the model's own forward over the whole text, without a cache.
+
+    Then they are the tokens of greedy `generate`, close calls aside. One forward says so, where
+    `generate` takes one for each token.
+    """
+    tokens = result.tokens
+    assert result.error is None
+    ends = {ends} if isinstance(ends, int) else {*(ends or ())}
+    assert not ends & {*tokens[:-1]}
+    assert len(tokens) == max_new_tokens or tokens[-1] in ends
+    behind = behind_the_best(model, prompt, tokens)
+    assert behind.max() < CLOSE_CALL, f"prompt {result.index}: {tokens} are behind by {behind}"
+
+
+def behind_the_best(model: PreTrainedModel, prompt: Any, tokens: Sequence[int]) -> Tensor:
+    """How much lower the logit of each token is than the highest one."""
+    text = torch.cat([torch.as_tensor(prompt), torch.tensor(tokens)])
+    logits = own_logits(model, text)[-1 - len(tokens) : -1]
+    return logits.max(-1).values - logits[range(len(tokens)), tokens]
+
+
 def assert_like_alone(
     model: PreTrainedModel,
     prompts: Sequence[Any],
@@ -61,16 +101,19 @@ def assert_like_alone(
     tokenizer: Any = None,
     **options: Any,
 ) -> tuple[list[Result], BatchGenerator]:
-    """Generates for all prompts at once and compares every result; both come back, closed."""
+    """Generates for all prompts at once and compares every result; both come back, closed.
+
+    The model computes afterwards what it computed before, to the bit.
+    """
     options = {"max_new_tokens": NEW, "do_sample": False, **options}
-    samples = options.get("num_return_sequences", 1)
+    samples = options.pop("num_return_sequences", 1)
+    greedy = samples == 1 and is_greedy(model, options)
+    each = [of_prompt(i, options) for i in range(len(prompts))]
+    longest = max(prompts, key=len)
+    before = own_logits(model, longest)
     one_by_one: list[Any] = []
     computed: dict[Any, Any] = {}  # by prompt, seed and what else it has of its own
-    for i, prompt in enumerate(prompts):
-        own = {name: value for name, value in options.items() if name != "num_return_sequences"}
-        for name in PER_PROMPT:
-            if isinstance(own.get(name), (list, tuple)):
-                own[name] = own[name][i]
+    for prompt, own in zip(prompts if not greedy else (), each):
         seed = own.pop("seed", 0)
         own |= {"tokenizer": tokenizer} if tokenizer else {}
         for k in range(samples):
@@ -79,13 +122,27 @@ def assert_like_alone(
                 computed[key] = alone(model, prompt, seed + k, **own)
             one_by_one.append(computed[key])
     with generator(model, tokenizer, **(sizes or {})) as batched:
-        results = batched.generate(prompts, **options)
+        results = batched.generate(prompts, num_return_sequences=samples, **options)
         assert_nothing_held(batched)
+    assert torch.equal(own_logits(model, longest), before)
     named = [(result.index, result.sample) for result in results]
     assert named == [(i, k) for i in range(len(prompts)) for k in range(samples)]
-    for result, expected in zip(results, one_by_one, strict=True):
-        assert_same(result, expected)
+    for i, result in enumerate(results):
+        if greedy:
+            own = each[i]
+            assert_greedy(model, prompts[i], result, own["max_new_tokens"], own.get("eos_token_id"))
+        else:
+            assert_same(result, one_by_one[i])
     return results, batched
+
+
+def of_prompt(i: int, options: dict[str, Any]) -> dict[str, Any]:
+    """The options of a prompt, of which each may have some of its own."""
+    own = dict(options)
+    for name in PER_PROMPT:
+        if isinstance(own.get(name), (list, tuple)):
+            own[name] = own[name][i]
+    return own
 
 
 def assert_nothing_held(batched: BatchGenerator) -> None:

@@ -11,6 +11,7 @@ from tests.batch.generating import (
     assert_like_alone,
     assert_nothing_held,
     assert_same,
+    behind_the_best,
     generator,
     tokens_alone,
 )
@@ -105,9 +106,9 @@ def test_without_a_seed_samples_differ_and_follow_the_global_generator(batched):
     ids=lambda rules: next(iter(rules)),
 )
 def test_transformers_rules_apply_to_each_row(model, rules):
-    rows = prompts(5, 13, 2, 9)
+    rows = prompts(5, 13, 2)
     changed, _ = assert_like_alone(model, rows, max_new_tokens=12, **rules)
-    assert tokens(changed) != [tokens_alone(model, row, max_new_tokens=12) for row in rows]
+    assert any(behind_the_best(model, row, r.tokens).any() for row, r in zip(rows, changed))
 
 
 @pytest.mark.parametrize("sampled", [False, True])
