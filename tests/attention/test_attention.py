@@ -18,7 +18,6 @@ from tests.attention.texts import (
     attention,
     cache_for,
     check,
-    feed,
     prefill_then_decode,
     run,
     text,
@@ -65,16 +64,6 @@ def test_prefill_then_decode_is_prefill_of_all(sizes):
     check(texts, run(cache_for(sizes), texts, prefill_then_decode(texts, 12)))
 
 
-@pytest.mark.parametrize("chunk", [2, P - 1, P, P + 1, 3 * P])
-def test_a_prompt_in_chunks_is_the_prompt_in_one_go(chunk):
-    for dtype in (torch.float32, torch.bfloat16):
-        sizes = Sizes(dtype=dtype)
-        texts = [text(sizes, 6 * P + 5, seed=1)]
-        whole, rest = divmod(6 * P + 5, chunk)
-        schedule = [[chunk]] * whole + ([[rest]] if rest else [])
-        check(texts, run(cache_for(sizes), texts, schedule))
-
-
 def test_prefill_and_decode_mix_in_one_step(sizes):
     texts = [text(sizes, n, seed=n) for n in (30, 61, 17, 8, 90)]
     schedule = [
@@ -99,21 +88,6 @@ def test_a_window_sees_itself_and_what_is_just_before(window, schedule):
     }[schedule]
     cache = cache_for(sizes, groups, layers=3)
     check(texts, run(cache, texts, steps), windows=(window, None, window))
-
-
-@pytest.mark.parametrize("rollback", [0, 5])
-def test_a_window_is_right_after_pages_were_dropped_and_tokens_taken_back(rollback):
-    sizes = Sizes(dim=16)
-    texts = [text(sizes, 7 * P, seed=n) for n in range(2)]
-    cache = cache_for(sizes, (LayerGroup((0,), 10),), rollback=rollback)
-    seqs = [cache.add() for _ in texts]
-    first = run(cache, texts, [[40, 45], [1, 1]], seqs)
-    for seq in seqs:
-        cache.truncate(seq, cache.length(seq) - rollback)
-    again = run(cache, texts, [[1, 1], [7 * P - 42 + rollback, 7 * P - 47 + rollback]], seqs)
-    kept = [cut(x, x[0].shape[1] - rollback) for x in first]
-    whole = [tuple(map(lambda *x: torch.cat(x, 1), a, b)) for a, b in zip(kept, again, strict=True)]
-    check(texts, whole, windows=(10,))
 
 
 @pytest.mark.parametrize("options", [
@@ -175,16 +149,6 @@ def test_sinks_count_in_the_log_sum_exp_and_are_not_rounded_to_the_dtype_of_page
     assert ((lse[0].double() - expected).abs() <= allowed).all()
 
 
-def test_a_sink_of_minus_infinity_is_none_and_one_above_all_takes_all():
-    sizes = Sizes(dim=16)
-    t = text(sizes, 20, seed=0)
-    nothing, everything = (torch.full((4,), x) for x in (-torch.inf, 1e4))
-    check([t], run(cache_for(sizes), [t], [[19], [1]], sinks=nothing))
-    ((out, lse, _),) = run(cache_for(sizes), [t], [[19], [1]], sinks=everything)
-    assert not out.any()
-    assert (lse == 1e4).all()
-
-
 def test_sinks_that_would_be_wrong_are_refused_and_nothing_is_written():
     sizes = Sizes(dim=16)
     t = text(sizes, 8, seed=0)
@@ -196,167 +160,6 @@ def test_sinks_that_would_be_wrong_are_refused_and_nothing_is_written():
     with pytest.raises(ValueError, match="sinks: expected device cpu"):
         paged_attention(t.q[0], t.k[0], t.v[0], step, 0, sinks=torch.zeros(4, device="meta"))
     assert all(x.isnan().all() for x in gather_kv(step, 0)[0]), "debug pages hold NaN until then"
-
-
-def test_the_log_sum_exp_is_natural_and_counts_what_is_seen():
-    sizes = Sizes(dim=16)
-    t = text(sizes, 20, seed=0)
-    t.q.zero_()
-    ((_, lse, _),) = run(cache_for(sizes), [t], [[20]])
-    expected = torch.arange(1, 21, dtype=torch.float64).log()
-    eps = torch.finfo(torch.float32).eps
-    error = (lse[0].double() - expected[:, None]).abs()
-    assert (error <= 4 * eps * (1 + expected[:, None])).all()
-
-
-def test_halves_of_the_keys_merge_by_their_log_sum_exps():
-    """A shared prefix relies on this, and so do splits."""
-    sizes = Sizes(dim=16)
-    t = text(sizes, 40, seed=3)
-    cut = 24
-    ((whole, lse, _),) = run(cache_for(sizes), [t], [[39], [1]])
-    front = Text(t.q.clone(), t.k, t.v)
-    front.q[:, cut - 1] = t.q[:, 39]
-    back = Text(t.q[:, cut:], t.k[:, cut:], t.v[:, cut:])
-    ((a, lse_a, _),) = run(cache_for(sizes), [front], [[40]])
-    ((b, lse_b, _),) = run(cache_for(sizes), [back], [[16]])
-    a, lse_a, b, lse_b = (x[0, i].double() for x, i in
-                          ((a, cut - 1), (lse_a, cut - 1), (b, 15), (lse_b, 15)))  # fmt: skip
-    both = torch.logaddexp(lse_a, lse_b)
-    merged = a * (lse_a - both).exp()[:, None] + b * (lse_b - both).exp()[:, None]
-    eps, values = torch.finfo(torch.float32).eps, t.v.abs().max()
-    allowed = eps * (40 + 2 * sizes.dim) * values * 4
-    assert ((merged - whole[0, 39].double()).abs() <= allowed).all()
-    assert ((both - lse[0, 39].double()).abs() <= eps * (40 + 2 * sizes.dim) * 4).all()
-
-
-def test_alone_is_as_in_a_batch(sizes):
-    texts = [text(sizes, n, seed=n) for n in (1, P, 3 * P + 2, 70, 20)]
-    schedule = [[1, 5, 20, 60, 1], [0, 1, 1, 1, 1], [0, 2, 5, 9, 18]]
-    together = run(cache_for(sizes), texts, schedule)
-    check(texts, together)
-    for i, t in enumerate(texts):
-        alone = run(cache_for(sizes), [t], [[s[i]] for s in schedule if s[i]])
-        check([t], alone)
-        agree(t, alone[0], together[i])
-
-
-def cut(result, n):
-    return tuple(x[:, :n] for x in result)
-
-
-def agree(t, one, other):
-    """Two runs of the same text differ by no more than the errors each may have."""
-    parts = ("output", "LSE", "output with LSE")
-    for a, b, part in zip(one, other, parts, strict=True):
-        exact = attention(t.q[0], t.k[0], t.v[0], 0)[part == "LSE"]
-        twin = attention(t.q[0], t.k[0], t.v[0], 0, rounded=t.q.dtype)[part == "LSE"]
-        fp32 = torch.finfo(torch.float32).eps
-        terms = t.length + 2 * t.q.shape[-1]
-        products = (t.q.norm(dim=-1).max() * t.k.norm(dim=-1).max()).item() * t.q.shape[-1] ** -0.5
-        allowed = 2 * (twin - exact).abs().max() + torch.finfo(a.dtype).eps * exact.abs()
-        allowed = allowed + fp32 * terms * max(products, t.v.abs().max().item())
-        assert ((a[0].double() - b[0].double()).abs() <= allowed).all(), part
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_permuting_page_ids_changes_nothing(dtype):
-    sizes = Sizes(dtype=dtype)
-    texts = [text(sizes, n, seed=n) for n in (4 * P + 3, 2 * P, 9)]
-    schedule = prefill_then_decode(texts, 5)
-    plain = run(cache_for(sizes), texts, schedule)
-    shuffled = cache_for(sizes, max_tokens=16 * P)
-    fillers = [shuffled.add() for _ in range(16)]
-    for filler in fillers:  # one page each
-        with shuffled.step([filler], num_new=P, layers=()):
-            pass
-    order = torch.randperm(16, generator=torch.Generator().manual_seed(5)).tolist()
-    for i in order:
-        shuffled.free(fillers[i])
-    shuffled.clear_prefixes()
-    seqs = [shuffled.add() for _ in texts]
-    mixed = run(shuffled, texts, schedule, seqs)
-    step = shuffled.prepare(seqs, num_new=1)
-    pages = step.page_table()[0, :5].tolist()
-    shuffled.abort(step)
-    assert pages != list(range(pages[0], pages[0] + 5)), "the pages are in order after all"
-    check(texts, mixed)
-    for t, one, other in zip(texts, plain, mixed, strict=True):
-        agree(t, one, other)
-
-
-def test_forks_attend_to_what_they_share_and_to_their_own():
-    sizes = Sizes(dim=16)
-    prompt = text(sizes, 2 * P + 5, seed=0)
-    cache = cache_for(sizes)
-    a = cache.add()
-    (head,) = run(cache, [prompt], [[prompt.length]], [a])
-    seqs = [a, *cache.fork(a, 3)]
-    tails = [text(sizes, 9, seed=10 + i) for i in range(4)]
-    texts = [
-        Text(*(torch.cat([getattr(prompt, x), getattr(tail, x)], 1) for x in "qkv"))
-        for tail in tails
-    ]
-    results = run(cache, texts, [[1, 1, 0, 0], [1, 3, 1, 2], [7, 5, 8, 7]], seqs)
-    check(texts, [tuple(map(lambda *x: torch.cat(x, 1), head, tail)) for tail in results])
-
-
-def test_a_prompt_found_in_the_cache_is_attended_as_if_computed():
-    sizes = Sizes(dim=16)
-    t = text(sizes, 3 * P + 3, seed=0)
-    ids = list(range(t.length))
-    cache = cache_for(sizes)
-    (computed,) = run(cache, [t], [[t.length]], [cache.add(ids)])
-    for known in (t.length, 2 * P + 1, P):
-        prompt = ids[:known] + [999] * (t.length - known)
-        other = text(sizes, t.length, seed=known)
-        mine = Text(*(torch.cat([getattr(t, x)[:, :known], getattr(other, x)[:, known:]], 1)
-                      for x in "qkv"))  # fmt: skip
-        seq = cache.add(prompt)
-        hit = cache.length(seq)
-        assert hit == min(known, t.length - 1)
-        (rest,) = feed(cache, [seq], [mine], [t.length - hit])
-        check([mine], [tuple(map(lambda *x: torch.cat(x, 1), cut(computed, hit), rest))])
-        cache.free(seq)
-
-
-def test_rejected_and_truncated_tokens_are_not_seen():
-    sizes = Sizes(dim=16)
-    good, bad = text(sizes, 40, seed=0), text(sizes, 40, seed=1)
-    cache = cache_for(sizes)
-    seq = cache.add()
-    outs = [feed(cache, [seq], [good], [19])[0]]
-    for n in (1, 2, 6):
-        at = cache.length(seq)
-        step = cache.prepare([seq], num_new=9)
-        rows = slice(at, at + 9)
-        q, k, v = (getattr(bad, x)[0, rows].clone() for x in "qkv")
-        k[:n], v[:n], q[:n] = good.k[0, at : at + n], good.v[0, at : at + n], good.q[0, at : at + n]
-        out, lse = paged_attention(q, k, v, step, 0, return_lse=True)
-        outs.append((out[None, :n], lse[None, :n], out[None, :n]))
-        cache.commit(step, [n])
-    at = cache.length(seq)
-    feed(cache, [seq], [bad], [7])
-    cache.truncate(seq, at)
-    outs.append(feed(cache, [seq], [good], [40 - at])[0])
-    check([good], [tuple(torch.cat(x, 1) for x in zip(*outs, strict=True))])
-
-
-def test_a_layer_may_be_computed_again_within_a_step():
-    sizes = Sizes(dim=16)
-    t = text(sizes, 20, seed=0)
-    cache = cache_for(sizes)
-    seq = cache.add()
-    with cache.step([seq], num_new=20, layers=[0]) as step:
-        garbage = torch.full_like(t.k[0], 7.0)
-        paged_attention(t.q[0], garbage, garbage, step, 0)
-        one = paged_attention(t.q[0], t.k[0], t.v[0], step, 0)
-        two = paged_attention(t.q[0], t.k[0], t.v[0], step, 0)
-    assert torch.equal(one, two)
-    exact, twin = (
-        attention(t.q[0], t.k[0], t.v[0], 0, rounded=r)[0] for r in (None, torch.float32)
-    )
-    assert_accurate(one, twin, exact, reduction=20 + 32 * 8, largest=t.v.abs().max().item())
 
 
 @pytest.mark.parametrize("window", [None, 7])
@@ -435,15 +238,6 @@ def test_large_scores_do_not_overflow(dtype):
     results = run(cache_for(Sizes(dim=16, dtype=dtype)), [t], [[29], [1]])
     assert all(torch.isfinite(x).all() for x in results[0])
     check([t], results)
-
-
-@pytest.mark.parametrize("page_size", [1, 3, 16, 64])
-def test_any_page_size_gives_the_same_attention(page_size):
-    sizes = Sizes(dim=16)
-    texts = [text(sizes, n, seed=n) for n in (page_size, page_size + 1, 33)]
-    cache = cache_for(sizes, page_size=page_size)
-    check(texts, run(cache, texts, [[1, 1, 5], [t.length - 1 for t in texts[:2]] + [28]]
-                     if page_size > 1 else [[1, 1, 5], [0, 1, 28]]))  # fmt: skip
 
 
 def test_layers_do_not_mix():
