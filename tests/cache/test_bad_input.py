@@ -37,9 +37,6 @@ BAD_CALLS = [
     ("a sequence without a list", lambda c, a, f: c.prepare(a), TypeError, "seqs: expected a list"),
     ("no sequences", lambda c, a, f: c.prepare([], tokens=[]), ValueError, "seqs"),
     ("no new tokens", lambda c, a, f: c.prepare([a], tokens=[[]]), ValueError, "tokens"),
-    ("a count of none", lambda c, a, f: c.prepare([a], num_new=0), ValueError, "num_new"),
-    ("a negative count", lambda c, a, f: c.prepare([a], num_new=-2), ValueError, "num_new"),
-    ("a broken count", lambda c, a, f: c.prepare([a], num_new=1.5), TypeError, "num_new"),
     ("counts for others", lambda c, a, f: c.prepare([a], num_new=[1, 1]), ValueError, "num_new"),
     ("nothing uncached", lambda c, a, f: c.prepare([a]), ValueError, "tokens"),
     ("ids for others", lambda c, a, f: c.prepare([a], tokens=[[1], [2]]), ValueError, "tokens"),
@@ -50,19 +47,10 @@ BAD_CALLS = [
         "num_new",
     ),
     ("an empty prompt", lambda c, a, f: c.add([]), ValueError, "tokens"),
-    ("a prompt of floats", lambda c, a, f: c.add([1.0, 2.5]), TypeError, "tokens"),
     ("a prompt of bools", lambda c, a, f: c.add(np.asarray([True])), TypeError, "tokens"),
-    ("a prompt of words", lambda c, a, f: c.add(["the"]), TypeError, "tokens"),
     ("a prompt that is text", lambda c, a, f: c.add("the"), TypeError, "tokens: .*got str"),
     ("a prompt of bytes", lambda c, a, f: c.add(b"the"), TypeError, "tokens: .*got bytes"),
-    ("a negative id in a prompt", lambda c, a, f: c.add([1, -1]), ValueError, "tokens"),
-    ("an id too large", lambda c, a, f: c.add([2**31]), ValueError, "tokens"),
-    ("an id far too large", lambda c, a, f: c.add([2**70]), (ValueError, TypeError), "tokens"),
     ("a prompt of two axes", lambda c, a, f: c.add([[1, 2]]), ValueError, "tokens"),
-    ("a prompt with holes", lambda c, a, f: c.add([1, None]), TypeError, "tokens"),
-    ("float ids", lambda c, a, f: c.prepare([a], tokens=[[1.5]]), TypeError, "tokens"),
-    ("negative ids", lambda c, a, f: c.prepare([a], tokens=[[-1]]), ValueError, "tokens"),
-    ("ids too large", lambda c, a, f: c.prepare([a], tokens=[2**31]), ValueError, "tokens"),
     ("a salt of text", lambda c, a, f: c.add([1], salt="me"), TypeError, "salt"),
     ("no salt", lambda c, a, f: c.add([1], salt=None), TypeError, "salt"),
     ("a prompt over length", lambda c, a, f: c.add(ids(41)), SequenceTooLongError, "41"),
@@ -113,44 +101,28 @@ def test_one_sequence_more_than_the_configuration_allows_is_refused():
 
 
 @pytest.mark.parametrize("end", ["commit", "abort"])
-def test_a_step_ends_once(end):
+def test_a_step_ends_once_also_while_another_is_open(end):
     cache = make()
-    a = cache.add(ids(6))
+    a, b = cache.add(ids(6)), start(cache, ids(6, 1))
     step = cache.prepare([a])
     write_step(cache, step, [ids(6)])
     getattr(cache, end)(step)
-    before = snapshot(cache, [a])
+    before = snapshot(cache, [a, b])
     x = torch.zeros(6, 2, 4)
-    for call in (
-        lambda: cache.commit(step),
-        lambda: cache.commit(step, [3]),
-        lambda: cache.abort(step),
-        lambda: write_kv(x, x, step, 0),
-        lambda: paged_attention(x, x, x, step, 0),
-    ):
-        with pytest.raises(ClosedStepError):
-            call()
-    assert snapshot(cache, [a]) == before
-
-
-def test_a_closed_step_stays_closed_while_another_is_open():
-    cache = make()
-    a, b = start(cache, ids(6)), start(cache, ids(6, 1))
-    old = cache.prepare([a], num_new=1)
-    cache.abort(old)
-    new = cache.prepare([b], num_new=1)
-    x = torch.zeros(1, 2, 4)
-    for call in (
-        lambda: cache.commit(old),
-        lambda: cache.abort(old),
-        lambda: write_kv(x, x, old, 0),
-    ):
-        with pytest.raises(ClosedStepError):
-            call()
-    write_step(cache, new, [[*ids(6, 1), 3]])
-    cache.commit(new, tokens=[3])
-    assert_contents(cache, a, ids(6))
-    assert_contents(cache, b, [*ids(6, 1), 3])
+    for turn in range(2):
+        other = cache.prepare([b], num_new=1) if turn else None
+        for call in (
+            lambda: cache.commit(step),
+            lambda: cache.commit(step, [3]),
+            lambda: cache.abort(step),
+            lambda: write_kv(x, x, step, 0),
+            lambda: paged_attention(x, x, x, step, 0),
+        ):
+            with pytest.raises(ClosedStepError):
+                call()
+    write_step(cache, other, [[*ids(6, 1), 3]])
+    cache.abort(other)
+    assert snapshot(cache, [a, b]) == before
 
 
 @pytest.mark.parametrize(
@@ -268,16 +240,6 @@ def test_wrong_queries_keys_and_values_are_named_and_nothing_is_written(name, te
             write_kv(**{**{"k": k, "v": v}, name: tensor}, step=step, layer=0)
     cache.abort(step)
     assert snapshot(cache, [a]) == before
-
-
-def test_the_error_for_a_wrong_shape_says_what_was_expected_and_what_came():
-    cache = make()
-    a = start(cache, ids(6))
-    step = cache.prepare([a], num_new=3)
-    with pytest.raises(ValueError) as caught:  # noqa: PT011
-        write_kv(torch.zeros(3, 5, 4), torch.zeros(3, 2, 4), step, 0)
-    for part in ("k", "3", "2", "4", "5"):
-        assert part in str(caught.value)
 
 
 @pytest.mark.parametrize("layer", [-1, 2, 99])

@@ -64,19 +64,6 @@ def test_bits_are_those_that_were_computed(folder, config):
             assert torch.equal(ours[-n:], theirs[-n:])
 
 
-@pytest.mark.parametrize("kv_format", ["int4", "int8", "fp8", ("dense", "int4")], ids=str)
-def test_coded_pages_and_scales_are_those_that_were_computed(folder, kv_format):
-    config = in_few_bits(kv_format, max_tokens=128, **NAMED)
-    text = TEXT * 2
-    first, other = make(folder, config), make(folder, config)
-    seq, copy = start(first, text), other.add(text)
-    assert other.length(copy) == 48
-    other.check()
-    for layer in range(config.num_layers):
-        for ours, theirs in zip(other.gather(copy, layer), first.gather(seq, layer)):
-            assert torch.equal(ours, theirs[:48])
-
-
 def test_scales_that_are_too_small_for_a_piece_have_it_computed_again(folder):
     config = in_few_bits("fp8", max_tokens=128, **NAMED)
     compute_large = make(folder, config)
@@ -140,15 +127,6 @@ def test_a_prefix_is_found_under_its_own_salt_alone(folder):
     assert compute(make(folder), TEXT) == 0
     assert compute(make(folder), TEXT, salt=b"other tenant") == WHOLE
     assert compute(make(folder), TEXT, salt=b"third") == 0
-
-
-def test_a_file_tells_neither_ids_nor_salt(folder):
-    text = [271828 + i for i in range(PIECE)]
-    compute(make(folder), text, salt=b"a customer")
-    (file,) = files(folder)
-    data = file.read_bytes()
-    assert b"a customer" not in data
-    assert not any(token.to_bytes(4, "little") in data for token in text)
 
 
 def test_a_full_pool_takes_what_fits(folder):

@@ -5,7 +5,6 @@ import re
 import pytest
 
 from pagedkv import OutOfPagesError
-from pagedkv.errors import SequenceTooLongError
 from tests.cache.small import P, ids, make, snapshot
 from tests.contents import advance, start
 
@@ -25,19 +24,6 @@ def test_running_out_in_the_middle_of_a_batch_changes_nothing():
             cache.prepare(order, num_new=1)
         assert (caught.value.pages_needed, caught.value.pages_free) == (3, 1)
         assert snapshot(cache, seqs) == before
-
-
-def test_running_out_while_copying_changes_nothing():
-    cache = make(max_tokens=4 * P)
-    a = start(cache, ids(14))
-    b, c = cache.fork(a, 2)
-    before = snapshot(cache, [a, b, c])
-    with pytest.raises(OutOfPagesError) as caught:
-        cache.prepare([a], num_new=1)
-    assert (caught.value.pages_needed, caught.value.pages_free) == (1, 0)
-    assert snapshot(cache, [a, b, c]) == before
-    cache.free([b, c])
-    advance(cache, {a: ids(16)})
 
 
 def advised(error: OutOfPagesError) -> dict:
@@ -125,16 +111,3 @@ def test_the_advice_helps_reservations_too(call):
     victim = next(seq for seq, pages in advice["holders"] if seq != r)
     cache.free(victim)
     run()
-
-
-def test_what_can_never_fit_is_refused_at_once_even_while_the_pool_is_full():
-    cache, seqs = full_cache()
-    before = snapshot(cache, seqs)
-    with pytest.raises(SequenceTooLongError):
-        cache.add(ids(33, 5))
-    with pytest.raises(SequenceTooLongError):
-        cache.prepare([seqs[0]], num_new=29)
-    with pytest.raises(SequenceTooLongError):
-        cache.prepare(seqs, num_new=[1, 1, 40])
-    assert snapshot(cache, seqs) == before
-    assert cache.length(cache.add(ids(32, 5))) == 0

@@ -209,38 +209,6 @@ def test_a_token_without_an_id_is_always_written():
         cache.truncate(a, 5)
 
 
-@pytest.mark.parametrize("with_prompt", ["all", "some", "none"])
-def test_a_count_step_takes_ids_at_commit_whatever_is_uncached(with_prompt):
-    cache = make()
-    a = cache.add(None if with_prompt == "none" else ids(5))
-    b = cache.add(ids(5, 1) if with_prompt == "all" else None)
-    step = cache.prepare([a, b], num_new=5)
-    write_step(cache, step, [ids(5), ids(5, 1)])
-    cache.commit(step, tokens=[ids(5), ids(5, 1)])
-    assert cache.length(cache.add([*ids(5), 9])) == 5
-    assert cache.length(cache.add([*ids(5, 1), 9])) == 5
-
-
-def test_hits_never_cross_salts():
-    cache, text = make(max_sequences=64, max_tokens=256), ids(9)
-    salts = [b"", b"a", b"b", b"aa", b"\0", b"\0\0", b"x" * 100]
-    for salt in salts:
-        assert cache.length(start_salted(cache, text, salt)) == 9
-    assert cache.stats().tokens_reused == 0
-    for salt in salts:
-        seq = cache.add([*text, 99], salt=salt)
-        assert cache.length(seq) == 9
-        assert_contents(cache, seq, text, salt)
-    assert cache.length(cache.add(text, salt=b"c")) == 0
-
-
-def start_salted(cache, text, salt):
-    seq = cache.add(text, salt=salt)
-    assert cache.length(seq) == 0, "found under another salt"
-    advance(cache, {seq: text}, salt)
-    return seq
-
-
 def test_ten_thousand_pairs_of_fingerprint_and_salt_have_their_own_roots():
     source = random.Random(0)
     pairs = {(b"", b""), (b"a", b""), (b"", b"a"), (b"ab", b"c"), (b"a", b"bc")}
@@ -314,3 +282,17 @@ def test_a_hit_makes_cached_pages_live_and_young_again():
     start(cache, ids(4 * P, seed=2))
     assert cache.length(cache.add([*ids(2 * P), 9])) == 2 * P
     assert cache.length(cache.add([*ids(2 * P, 1), 9])) == 0
+
+
+def test_what_a_truncate_cut_off_is_found_until_it_is_overwritten():
+    cache, text = make(), ids(10)
+    a = start(cache, text)
+    cache.truncate(a, 5)
+    assert cache.length(cache.add([*text, 1])) == 10
+    cache = make()
+    a = start(cache, text)
+    cache.truncate(a, 5)
+    advance(cache, {a: [*text[:5], 99]})
+    b = cache.add([*text, 1])
+    assert cache.length(b) == 5
+    assert_contents(cache, b, text[:5])

@@ -44,18 +44,6 @@ def test_abort_restores_lengths_tables_refcounts_and_bytes(config, debug):
     assert tables() == first
 
 
-def test_lengths_move_in_commit_however_often_layers_write():
-    cache = make()
-    a = cache.add(ids(6))
-    step = cache.prepare([a])
-    for layers in ([1], [0, 1], [0, 0]):
-        write_step(cache, step, [ids(6)], layers=layers)
-        assert cache.length(a) == 0
-        assert cache.gather(a, 0)[0].shape == (0, 2, 4)
-    cache.commit(step, layers=[0, 1])
-    assert_contents(cache, a, ids(6))
-
-
 def test_leaving_a_step_after_an_explicit_commit_or_abort_does_nothing():
     cache = make()
     a = cache.add(ids(6))
@@ -192,24 +180,3 @@ def test_prompts_come_in_many_forms(kind):
     cache = make()
     a = cache.add(kind(ids(5)))
     assert cache.uncached(a).tolist() == ids(5)
-
-
-def test_add_uncached_length_gather_and_stats_see_committed_state_during_a_step():
-    cache = make()
-    a, b = start(cache, ids(6)), start(cache, ids(5, 1))
-    with cache.step([a], tokens=[ids(9)[6:]]) as step:
-        write_step(cache, step, [ids(9)])
-        assert cache.length(a) == 6
-        assert_contents(cache, a, ids(6))
-        assert cache.stats().tokens == 11
-        c = cache.add(ids(9))
-        assert cache.length(c) == 6
-        assert cache.uncached(c).tolist() == ids(9)[6:]
-        cache.truncate(b, 2)
-        d = cache.fork(b)[0]
-        cache.free(b)
-        cache.check()
-    cache.check()
-    assert cache.stats().live == 3 + 1
-    for seq, text in ((a, ids(9)), (c, ids(6)), (d, ids(5, 1)[:2])):
-        assert_contents(cache, seq, text)

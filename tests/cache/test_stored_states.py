@@ -89,7 +89,7 @@ def test_every_kind_of_pages_keeps_its_states(folder, given):
     assert found(folder, TEXT, given=given) == 19
 
 
-@pytest.mark.parametrize("kv_format", ["int4", "int8", ("dense", "int4")], ids=str)
+@pytest.mark.parametrize("kv_format", ["int4", "int8", "fp8", ("dense", "int4")], ids=str)
 def test_coded_pages_and_states_are_those_that_were_computed(folder, kv_format):
     given, text = with_states(in_few_bits(kv_format, **NAMED), 4), TEXT * 2
     first, other = make(folder, given), make(folder, given)

@@ -129,25 +129,6 @@ def test_a_pool_may_grow_while_a_step_is_open():
     assert_contents(cache, b, ids(100, seed=1))
 
 
-def test_a_grown_pool_attends_as_one_that_was_built_whole():
-    grown, whole = (make(max_tokens=512, growth_step=step) for step in (2 * P, None))
-    outs = []
-    for cache in (grown, whole):
-        a, b = start(cache, ids(150)), start(cache, ids(31, seed=1))
-        texts = [ids(151), ids(32, seed=1)]
-        step = cache.prepare([a, b], tokens=[[150], [1031]])
-        k, v = (torch.cat([kv_of(t, 0, cache.config)[i][-1:] for t in texts]) for i in (0, 1))
-        torch.manual_seed(3)
-        q = torch.randn(2, 4, 4)
-        outs.append(paged_attention(q, k, v, step, 0))
-        tables = step.page_table(), step.kv_lens(), step.query_start_loc
-        expected, _ = reference(q, *cache._storage.layer(0), *tables, scale=0.5)
-        torch.testing.assert_close(outs[-1], expected)
-        cache.commit(step, layers=[0])
-    assert grown.stats().growths == 2
-    assert torch.equal(*outs)
-
-
 # ------------------------------------------------------------------ shrinking
 
 
