@@ -6,8 +6,6 @@ import pytest
 from pagedkv.errors import CorruptCacheError, OutOfPagesError
 from pagedkv.pages.check import check_pool
 from pagedkv.pages.checkpoints import Checkpoints, PrefixKey
-from pagedkv.pages.prefix import Match, page_key
-from pagedkv.pages.salts import Chain
 from pagedkv.pages.states import StateSlots
 
 ROWS = 6
@@ -20,10 +18,10 @@ def rows(*numbers: int) -> np.ndarray:
 class Slots(StateSlots):
     """Slots whose rows are live, and have tokens once they have stepped."""
 
-    def step(self, *which: int, keep: bool = True) -> None:
+    def step(self, *which: int) -> None:
         self.require_room(rows(*which))
         self.prepare(rows(*which))
-        self.commit(rows(*which), np.full(len(which), int(keep)))
+        self.commit(rows(*which), np.ones(len(which), np.int64))
         self.verify()
 
     def verify(self) -> None:
@@ -33,67 +31,6 @@ class Slots(StateSlots):
 
 def key(name: str) -> PrefixKey:
     return PrefixKey(name.encode(), b"")
-
-
-def test_a_step_writes_where_a_row_is_alone_and_elsewhere_where_it_shares():
-    slots = Slots(4, ROWS)
-    slots.step(0)
-    slots.step(0)
-    assert slots.slot[0] == 0
-    slots.share(0, [1, 2])
-    assert (slots.slot[:3] == 0).all()
-    slots.step(0, 1)
-    assert len(set(slots.slot[:3].tolist())) == 3
-    slots.step(2)
-    assert slots.slot[2] == 0
-
-
-def test_abort_and_rows_that_keep_nothing_give_their_fresh_slots_back():
-    slots = Slots(3, ROWS)
-    slots.step(0)
-    slots.share(0, [1])
-    before = slots.slot.copy()
-    slots.prepare(rows(0, 1))
-    slots.verify()
-    slots.abort(rows(0, 1))
-    slots.verify()
-    slots.step(0, 1, keep=False)
-    assert (slots.slot == before).all()
-    assert slots.room() == 2
-
-
-def test_checkpoints_without_a_row_are_room_and_go_in_order_of_use():
-    slots = Slots(3, ROWS)
-    for row, name in enumerate("abc"):
-        slots.step(row)
-        slots.keep(row, 1, key(name))
-    slots.release(rows(0, 1, 2))
-    assert slots.room() == 3
-    slots.begin(3, 1, key("a"), promise=False)
-    slots.step(4)
-    assert set(slots.checkpoints.slots) == {key("c"), key("a")}
-    assert slots.checkpoints.lengths(3) == [1]
-    slots.step(3)  # its own checkpoint stays: there is another slot
-    assert list(slots.checkpoints.slots) == [key("a")]
-    slots.step(3)
-    slots.verify()
-
-
-def test_a_promise_is_kept_against_everybody_and_counted_once():
-    slots = Slots(2, ROWS)
-    assert slots.begin(0, 0, None, promise=True)
-    assert slots.room() == 1
-    assert slots.room(rows(0)) == 2
-    slots.step(1)
-    with pytest.raises(OutOfPagesError, match="needs 1 state slots, 0 of 2"):
-        slots.step(2)
-    with pytest.raises(OutOfPagesError, match="add"):
-        slots.require_slot("add")
-    slots.prepare(rows(0))
-    assert slots.room() == 0  # what it was owed it has now
-    slots.commit(rows(0), np.asarray([1]))
-    assert not slots.share(0, [3]), "the promise could not be kept"
-    slots.verify()
 
 
 def test_going_back_to_a_state_that_others_have_may_end_a_promise():
@@ -123,24 +60,6 @@ def test_a_row_gives_up_only_as_many_checkpoints_as_it_must():
     slots = two_that_are_kept()
     slots.step(0, 1)
     assert [list(slots.checkpoints.slots), slots.in_use] == [[key("b")], 3]
-
-
-def test_versions_tell_contents_apart():
-    slots = Slots(3, ROWS)
-    slots.step(0)
-    first = int(slots.pool.version[0])
-    slots.share(0, [1])
-    slots.leave(rows(0))
-    slots.require_return("restore", rows(0), rows(first), np.asarray([False]))
-    assert slots.come_back(rows(0), rows(first), np.asarray([False])) == []
-    assert slots.slot[0] == slots.slot[1]
-    slots.leave(rows(0))
-    slots.step(1)
-    assert slots.pool.version[0] != first
-    fresh = slots.come_back(rows(0, 2), rows(first, first), np.asarray([False, False]))
-    assert fresh == [(int(slots.slot[0]), first)]
-    assert slots.slot[0] == slots.slot[2] != slots.slot[1]
-    slots.verify()
 
 
 def test_a_state_that_is_only_kept_is_not_reused_for_a_row_that_comes_back_beside_its_own():
@@ -188,48 +107,6 @@ def test_rows_come_back_if_there_are_slots_for_them_and_their_promises(versions,
             slots.require_return("restore", *asked)
             slots.come_back(*asked)
             slots.verify()
-
-
-def test_the_longest_prefix_is_found_within_what_pages_hold():
-    kept, tokens = Checkpoints(4, ROWS), np.asarray([5, 6, 7, 8, 9, 1, 2], dtype=np.int32)
-    pages, size = [b"root"], 3
-    for start in (0, 3):
-        pages.append(page_key(pages[-1], tokens[start : start + size].tobytes()))
-
-    def keep(length: int, slot: int) -> None:
-        whole = length // size
-        tail = tokens[whole * size : length].tobytes()
-        kept.keep(0, length, slot, PrefixKey(pages[whole], tail))
-
-    def found(length: int) -> int:
-        match = Match(length, pages[1 : length // size + 1], np.empty((1, 0), dtype=np.int64))
-        return kept.find(Chain(b"root"), tokens, match, size)
-
-    assert found(7) == 0
-    for slot, length in enumerate((2, 3, 5)):
-        keep(length, slot)
-    assert [found(n) for n in range(8)] == [0, 0, 2, 3, 3, 5, 5, 5]
-    assert (
-        kept.find(Chain(b"other"), tokens, Match(2, [], np.empty((1, 0), dtype=np.int64)), size)
-        == 0
-    )
-    kept.forget(PrefixKey(pages[1], tokens[3:5].tobytes()))
-    assert found(7) == 3
-    kept.check()
-
-
-def test_unknown_texts_are_kept_for_those_who_can_go_back_to_them():
-    kept = Checkpoints(8, ROWS)
-    kept.keep(0, 4, 7, None)
-    kept.copy_marks(0, 1)
-    kept.keep(2, 4, 7, None)
-    assert len(kept) == 1, "the same state was kept twice"
-    assert kept.unmark(0) == []
-    assert kept.unmark(1, 4) == []
-    assert kept.unmark(1, 3) == []
-    (private,) = kept.unmark(2)
-    assert kept.forget(private) == 7
-    kept.check()
 
 
 def test_check_names_what_contradicts_itself():
