@@ -122,20 +122,6 @@ def test_a_policy_is_asked_once_a_page_for_all_rows_together():
     assert policy.calls == [[0, 0, 1, 1]] * 3
 
 
-def test_pages_that_others_own_stay():
-    cache = PagedKVCache(evicting(budget=4), device="cpu", debug=True)
-    tokens = text(8)
-    seq = cache.add()
-    grow(cache, seq, tokens[:7], by=7)
-    twin = cache.fork(seq)[0]
-    grow(cache, seq, tokens + [9] * 5)
-    assert_kept(cache, seq, tokens + [9] * 5, [0, 1, 2, 3, 12])
-    assert_kept(cache, twin, tokens[:7], range(7))
-    cache.free(twin)
-    grow(cache, seq, tokens + [9] * 8)
-    assert cache.positions(seq, 0).tolist() == [12, 13, 14, 15]
-
-
 def test_evicted_tokens_are_found_by_nobody_and_what_follows_them_neither():
     cache = PagedKVCache(evicting(budget=8), device="cpu")
     tokens = text(30)
@@ -157,18 +143,6 @@ def test_what_was_published_before_anything_was_evicted_is_found():
     advance(cache, {other: tokens[:6]})
     assert cache.positions(other, 0).tolist() == list(range(6))
     assert cache.positions(seq, 0).tolist()[:4] == [0, 1, 2, 3]
-
-
-def test_a_fork_keeps_what_its_source_kept():
-    cache = PagedKVCache(evicting(Sinks(Fifo(), 1), budget=8), device="cpu", debug=True)
-    seq, tokens = cache.add(), text(26)
-    grow(cache, seq, tokens)
-    twin = cache.fork(seq)[0]
-    kept = cache.positions(seq, 0)
-    grow(cache, seq, tokens + [5] * 9)
-    assert_kept(cache, twin, tokens, kept)
-    grow(cache, twin, tokens + [6] * 9)
-    assert cache.positions(twin, 0).tolist() == cache.positions(seq, 0).tolist()
 
 
 def test_truncating_behind_the_last_evicted_token_goes_on_from_there():

@@ -2,16 +2,15 @@
 
 import numpy as np
 import pytest
-import torch
 
-from pagedkv import LayerGroup, PagedKVCache, paged_attention
+from pagedkv import LayerGroup, PagedKVCache
 from pagedkv.errors import OutOfPagesError
-from pagedkv.retention import Fifo, Kept, KeyDiff, Policy, Sinks
+from pagedkv.retention import Fifo, Kept, Policy, Sinks
 from tests.cases import one_group
 from tests.contents import advance, start
 from tests.effort import each_value
 from tests.retention.cases import Scattered
-from tests.retention.test_budget import assert_kept, dense_attention, grow, text
+from tests.retention.test_budget import assert_kept, grow, text
 
 FIRST_AND_NEWEST = Sinks(Fifo(recent=8), 1)  # three pages of four tokens
 
@@ -166,18 +165,6 @@ def test_a_fork_goes_on_as_a_copy_of_its_source():
     assert_kept(cache, twin, tokens, held(other, copy))
 
 
-def test_a_share_goes_on_from_a_file_as_it_would_have(tmp_path):
-    config = sharing(Scattered(recent=4), max_tokens=400)
-    cache, other = (PagedKVCache(config, device="cpu", debug=True) for _ in range(2))
-    tokens = text(61)
-    seq = start(cache, tokens)
-    cache.save(seq, tmp_path / "x")
-    loaded, longer = other.load(tmp_path / "x"), tokens + [3] * 60
-    grow(cache, seq, longer)
-    grow(other, loaded, longer)
-    assert_kept(other, loaded, longer, held(cache, seq))
-
-
 # ------------------------------------------------------------------ promises
 
 
@@ -224,26 +211,6 @@ def test_what_returns_from_the_host_is_promised_its_share():
 
 
 # ------------------------------------------------------------------ attention
-
-
-@pytest.mark.parametrize("by", [1, 6], ids=["decode", "chunks"])
-def test_attention_sees_the_share_that_stayed_and_nothing_else(by):
-    """Pages in debug mode are NaN wherever nothing was written."""
-    groups = (LayerGroup((0,)), LayerGroup((1,)))
-    config = sharing(KeyDiff(recent=5), 0.4, groups=groups, max_tokens=200)
-    cache = PagedKVCache(config, device="cpu", debug=True)
-    seq, n = cache.add(), 75
-    q, k, v = torch.randn(3, 2, n, 2, 4, generator=torch.Generator().manual_seed(0))
-    while (begin := cache.length(seq)) < n:
-        stop = min(begin + by, n)
-        with cache.step([seq], num_new=stop - begin) as step:
-            for layer in range(2):
-                new = slice(begin, stop)
-                out = paged_attention(q[layer, new], k[layer, new], v[layer, new], step, layer)
-                kept = [*cache.positions(seq, layer), *range(begin, stop)]
-                expected = dense_attention(q[layer, new], k[layer, kept], v[layer, kept])
-                assert (out - expected).abs().max() < 1e-5
-    assert held(cache, seq, 0) != held(cache, seq, 1)  # each layer chose for itself
 
 
 def test_queries_may_choose_among_the_pages_of_a_share():

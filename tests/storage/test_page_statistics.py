@@ -51,6 +51,13 @@ def weights_of(q, k):
     return scores.masked_fill(hidden, -torch.inf).softmax(-1).mean(0)
 
 
+def likeness_of(k, size=P):
+    """Mean cosine of a page's keys to the mean direction of all: `[layers, n, H, D]` of keys."""
+    unit = torch.nn.functional.normalize(k, dim=-1)
+    mean = torch.nn.functional.normalize(unit.mean(1, keepdim=True), dim=-1)
+    return (unit * mean).sum(-1).mean(-1).reshape(len(k), -1, size).mean(2)
+
+
 def by_page(weights):
     return weights.reshape(*weights.shape[:-1], -1, P).sum(-1)
 
@@ -186,12 +193,8 @@ def test_likeness_is_the_mean_cosine_to_the_mean_direction(groups):
     cache, n = cache_of(spy, budget=8, groups=groups), 22
     q, k, v = random_qkv(n)
     feed(cache, cache.add(), q, k, v)
-    expected = []
-    for layer in range(2):
-        unit = torch.nn.functional.normalize(k[layer, : n // P * P], dim=-1)
-        mean = torch.nn.functional.normalize(unit.mean(0), dim=-1)
-        expected.append((unit * mean).sum(-1).mean(-1).reshape(-1, P).mean(1))
-    both = torch.cat(expected) if len(groups) == 2 else sum(expected) / 2
+    expected = likeness_of(k[:, : n // P * P])
+    both = expected.flatten() if len(groups) == 2 else expected.mean(0)
     # Means are kept in float16, of numbers up to one.
     assert np.allclose(spy.told[0].likeness, both, rtol=0, atol=2 * torch.finfo(torch.float16).eps)
 
@@ -205,9 +208,7 @@ def test_keys_that_were_cut_and_written_anew_are_looked_at_anew():
     cache.truncate(seq, 10)
     feed(cache, seq, *second)
     k = torch.cat([first[1][:, 4:10], second[1]], 1)  # the first page is gone
-    unit = torch.nn.functional.normalize(k, dim=-1)
-    mean = torch.nn.functional.normalize(unit.mean(1, keepdim=True), dim=-1)
-    expected = (unit * mean).sum(-1).mean(-1).reshape(2, -1, P).mean((0, 2))
+    expected = likeness_of(k).mean(0)
     assert np.allclose(spy.told[1].likeness, expected, atol=2 * torch.finfo(torch.float16).eps)
 
 
@@ -230,10 +231,7 @@ def test_statistics_of_a_staging_page_are_those_of_the_coded_page_it_becomes():
     expected = weights.reshape(-1, 16).sum(1)
     assert spy.told[0].position.tolist() == [0, 16, 32]
     assert np.allclose(spy.told[0].mass, expected, rtol=0.1)  # keys of 4 bits
-    unit = torch.nn.functional.normalize(k, dim=-1)
-    mean = torch.nn.functional.normalize(unit.mean(1, keepdim=True), dim=-1)
-    likeness = (unit * mean).sum(-1).mean(-1).reshape(2, -1, 16).mean((0, 2))
-    assert np.allclose(spy.told[0].likeness, likeness, atol=0.02)
+    assert np.allclose(spy.told[0].likeness, likeness_of(k, 16).mean(0), atol=0.02)
 
 
 def test_keys_that_were_coded_into_a_page_of_somebody_else_are_looked_at_anew():
@@ -245,9 +243,7 @@ def test_keys_that_were_coded_into_a_page_of_somebody_else_are_looked_at_anew():
         for start in range(0, n, 8):
             feed(cache, seq, *(k[:, start : start + 8],) * 3)
         cache.free(seq)
-    unit = torch.nn.functional.normalize(k[:, 16:], dim=-1)  # the first page is gone
-    mean = torch.nn.functional.normalize(unit.mean(1, keepdim=True), dim=-1)
-    expected = (unit * mean).sum(-1).mean(-1).reshape(2, -1, 16).mean((0, 2))
+    expected = likeness_of(k[:, 16:], 16).mean(0)  # the first page is gone
     assert spy.told[-1].position.tolist() == [16, 32, 48, 64]
     assert np.allclose(spy.told[-1].likeness, expected, atol=0.01)
 
