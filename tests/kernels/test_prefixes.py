@@ -9,13 +9,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pagedkv.kernels import prefixes, reference
+from pagedkv.kernels import prefixes
 from pagedkv.kernels.prefixes import WORTH_BYTES, _runs, find_prefixes
 from pagedkv.kernels.scoring import Scoring
 from pagedkv.kernels.torch import backend as gather
 from pagedkv.kernels.torch.buckets import cut_step, scratch_elements
+from tests.kernels import steps
+from tests.kernels.truth import twin
 
-G, D = 2, 16
+G, D, P = 2, 16, 16
 TOKEN_BYTES = 2 * G * D * 4
 
 
@@ -25,34 +27,23 @@ def always(monkeypatch):
     monkeypatch.setattr(prefixes, "WORTH_BYTES", 1)
 
 
-def step_of(families, page_size, dtype, seed=0):
+def step_of(families, dtype):
     """A decode step on a poisoned pool.
 
     Args:
         families: of each family of rows the pages all of them share, and each row's length.
     """
-    generator = torch.Generator().manual_seed(seed)
-    total = sum(pages + sum(-(-n // page_size) for n in lens) for pages, lens in families)
-    ids = iter(torch.randperm(total, generator=generator).tolist())
-    rows, lengths = [], []
-    for pages, lens in families:
-        shared = [next(ids) for _ in range(pages)]
-        for length in lens:
-            rest = -(-length // page_size) - pages
-            rows.append(shared + [next(ids) for _ in range(rest)])
-            lengths.append(length)
-    table = np.full((len(rows), max(map(len, rows))), total + 99)
-    k_pages, v_pages = (
-        torch.full((total, page_size, G, D), math.nan, dtype=dtype).transpose(1, 2) for _ in "kv"
+    step = steps.step_of(
+        [(1, length) for _, lens in families for length in lens],
+        **{"heads": 3 * G, "groups": G, "dim": D, "page": P, "layout": "slots outermost"},
+        **{"dtype": dtype, "scale": 0.3, "device": "cpu"},
     )
-    for i, (row, length) in enumerate(zip(rows, lengths, strict=True)):
-        table[i, : len(row)] = row
-        for column, page in enumerate(row):
-            filled = min(page_size, length - column * page_size)
-            for pages in (k_pages, v_pages):
-                noise = torch.randn(G, filled, D, generator=generator).to(dtype)
-                pages[page, :, :filled] = noise
-    return k_pages, v_pages, table, np.array(lengths)
+    first = 0
+    for pages, lens in families:
+        family = slice(first, first + len(lens))
+        step.table[family, :pages] = step.table[first, :pages].clone()
+        first = family.stop
+    return step
 
 
 FAMILIES = {
@@ -67,37 +58,25 @@ FAMILIES = {
 @pytest.mark.usefixtures("always")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("case", FAMILIES)
-def test_attention_in_two_parts_agrees_with_the_reference(case, dtype):
-    P = 16
-    k_pages, v_pages, table, lens = step_of(FAMILIES[case], P, dtype)
-    new = np.ones(len(lens), int)
-    q = torch.randn(len(lens), 3 * G, D, generator=torch.Generator().manual_seed(1)).to(dtype)
-    shared = find_prefixes(new, lens, table, P, TOKEN_BYTES)
+def test_attention_in_two_parts_agrees_with_the_twin(case, dtype):
+    step = step_of(FAMILIES[case], dtype)
+    new, lens = np.array(step.rows).T
+    shared = find_prefixes(new, lens, step.table.numpy(), P, TOKEN_BYTES)
     assert len(shared) == sum(pages > 0 for pages, _ in FAMILIES[case])
     buckets = cut_step(new, lens, P, None, TOKEN_BYTES, shared)
-    elements = scratch_elements(buckets, G * D, P)
-    scratch = torch.full((2, elements), math.nan, dtype=dtype)
-    on_device = torch.from_numpy(table).int()
+    scratch = torch.full((2, scratch_elements(buckets, G * D, P)), math.nan, dtype=dtype)
+    q, pools = step.q, (step.k_pages, step.v_pages)
     out, _ = gather.paged_attention(
-        q, q[:, :G], q[:, :G], k_pages, v_pages, on_device, buckets, scratch, Scoring(0.3)
-    )
-    truth, _ = reference.paged_attention(
-        q.double(),
-        k_pages.double(),
-        v_pages.double(),
-        on_device,
-        torch.from_numpy(lens),
-        torch.arange(len(lens) + 1),
-        scale=0.3,
+        q, q[:, :G], q[:, :G], *pools, step.table, buckets, scratch, Scoring(0.3)
     )
     # Some 150 roundings of sums of order one; in bfloat16 the two parts are rounded as well.
     unit = torch.finfo(dtype).eps / 2
     atol = 150 * 2**-24 * 4 if dtype == torch.float32 else 8 * unit
-    torch.testing.assert_close(out.double(), truth, rtol=0, atol=atol)
+    torch.testing.assert_close(out.double(), twin(step).out, rtol=0, atol=atol)
 
 
 def test_a_prefix_that_spares_little_is_left_alone():
-    _, _, table, lens = step_of([(3, [49, 60])], 16, torch.float32)
+    table, lens = np.array([[1, 2, 3, 4], [1, 2, 3, 5]]), np.array([49, 60])
     assert find_prefixes(np.ones(2, int), lens, table, 16, TOKEN_BYTES) == []
     large = WORTH_BYTES // (3 * 16)
     assert find_prefixes(np.ones(2, int), lens, table, 16, large) != []

@@ -142,6 +142,34 @@ def twin(step: Step) -> Truth:
     return Truth(out, lse, slack, score, most, value)
 
 
+@one_thread()
+def mass_of(step: Step, queries: Sequence[int]) -> Tensor:
+    """`[B, columns]` float64, the weight that rows' last queries give each page, mean over heads.
+
+    Args:
+        queries: `[B]`, of each row how many.
+    """
+    heads, options = step.q.shape[1], step.options
+    mass = torch.zeros(step.table.shape, dtype=torch.float64)
+    for row, count in enumerate(queries):
+        if not count:
+            continue
+        k = step.contents(row, step.k_pages, step.q.dtype).cpu().double()
+        k = k.repeat_interleave(heads // k.shape[1], 1)
+        q = step.q[step.tokens[row]].cpu().double()[-count:]
+        scores = torch.einsum("qhd,khd->hqk", q, k) * options["scale"]
+        if options["softcap"]:
+            scores = options["softcap"] * torch.tanh(scores / options["softcap"])
+        last = torch.arange(len(k) - count, len(k))
+        scores = scores.masked_fill(torch.arange(len(k)) > last[:, None], -math.inf)
+        sums = scores.logsumexp(-1)
+        if options["sinks"] is not None:
+            sums = torch.logaddexp(sums, options["sinks"].cpu().double()[:, None])
+        weights = (scores - sums[..., None]).exp().mean(0).sum(0)
+        mass[row].index_add_(0, torch.arange(len(k)) // step.page, weights)
+    return mass
+
+
 def check(step: Step, result: tuple[Tensor, Tensor] | None = None) -> None:
     """Raises AssertionError unless the kernels' result is the truth but for rounding.
 

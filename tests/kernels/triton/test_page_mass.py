@@ -1,7 +1,5 @@
 """Page mass out of the decode kernel is the softmax over a row's slots, summed over each page."""
 
-import math
-
 import numpy as np
 import pytest
 import torch
@@ -17,7 +15,7 @@ from pagedkv.kernels.triton import decode
 from pagedkv.storage import page_statistics
 from tests.effort import examples, sampled, slow
 from tests.kernels.steps import DEVICE, EACH, coded, step_of
-from tests.kernels.truth import attend, poisoned_outputs
+from tests.kernels.truth import attend, mass_of, poisoned_outputs
 
 
 @pytest.fixture(autouse=True)
@@ -48,36 +46,12 @@ def observe(step, queries):
     return out, lse, mass, None if watched is None else watched.left
 
 
-def truth(step, queries):
-    """Computes the mass in float64."""
-    size, heads, options = step.page, step.q.shape[1], step.options
-    mass = torch.zeros(step.table.shape, dtype=torch.float64)
-    for row, count in enumerate(queries):
-        if not count:
-            continue
-        k = step.contents(row, step.k_pages, step.q.dtype).cpu().double()
-        k = k.repeat_interleave(heads // k.shape[1], 1)
-        q = step.q[step.tokens[row]].cpu().double()[-count:]
-        scores = torch.einsum("qhd,khd->hqk", q, k) * options["scale"]
-        if options["softcap"]:
-            scores = options["softcap"] * torch.tanh(scores / options["softcap"])
-        last = torch.arange(len(k) - count, len(k))
-        scores = scores.masked_fill(torch.arange(len(k)) > last[:, None], -math.inf)
-        sums = scores.logsumexp(-1)
-        if options["sinks"] is not None:
-            sums = torch.logaddexp(sums, options["sinks"].cpu().double()[:, None])
-        weights = (scores - sums[..., None]).exp().mean(0).sum(0)
-        page = torch.arange(len(k)) // size
-        mass[row].index_add_(0, page, weights)
-    return mass
-
-
 def check(step, queries):
     out, lse, mass, left = observe(step, queries)
     for found, plain in zip((out, lse), attend(step), strict=True):
         assert torch.equal(found, plain), "attention has other bits when it is watched"
     assert not left.any()
-    exact = truth(step, queries)
+    exact = mass_of(step, queries)
     # Scores are float32; sums of up to 16 queries and 8 tokens a chunk.
     noise = torch.finfo(torch.float32).eps * (64 + 4 * lse.abs().max().item())
     assert (mass.cpu() - exact).abs().max() < noise * max(queries)
@@ -135,14 +109,14 @@ def test_mass_of_coded_and_staging_pages(formats, page):
 def test_only_the_last_queries_asked_for_count():
     step = step_of([(9, 70), (5, 5)])
     *_, mass, _ = observe(step, [3, 1])
-    assert (mass.cpu() - truth(step, [3, 1])).abs().max() < 1e-5
+    assert (mass.cpu() - mass_of(step, [3, 1])).abs().max() < 1e-5
 
 
 def test_rows_of_many_new_tokens_are_left_to_others():
     step = step_of([(1, 70), (40, 100), (2, 9)])
     *_, mass, left = observe(step, [1, 30, 2])
     assert left.tolist() == [0, 30, 0]
-    assert (mass.cpu() - truth(step, [1, 0, 2])).abs().max() < 1e-5
+    assert (mass.cpu() - mass_of(step, [1, 0, 2])).abs().max() < 1e-5
 
 
 def test_nothing_is_noted_down_where_nobody_looks():
