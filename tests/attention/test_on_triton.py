@@ -10,6 +10,7 @@ from pagedkv import CacheConfig, PagedKVCache, attend_again, paged_attention
 from pagedkv.attention.api import gather_kv
 from pagedkv.errors import GradModeError
 from tests.effort import each_value
+from tests.kernels.triton_cases import misaligned
 
 G, D, T = 2, 16, 8
 
@@ -29,10 +30,6 @@ def cache_for(backend="triton", groups=G, layers=1):
 def tensors(heads=4, groups=G):
     torch.manual_seed(0)
     return torch.randn(T, heads, D), torch.randn(T, groups, D), torch.randn(T, groups, D)
-
-
-def misaligned(tensor):
-    return torch.empty(tensor.numel() + 4)[1 : tensor.numel() + 1].view(tensor.shape).copy_(tensor)
 
 
 WRONG = {

@@ -71,6 +71,12 @@ def random_bits(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
     return bits.view(dtype).to(DEVICE)
 
 
+def misaligned(tensor: Tensor) -> Tensor:
+    """Copies a tensor to memory one element behind a multiple of 16 bytes."""
+    moved = torch.empty(tensor.numel() + 16, dtype=tensor.dtype, device=tensor.device)[1:]
+    return moved[: tensor.numel()].view(tensor.shape).copy_(tensor)
+
+
 def assert_same_bits(found: Tensor, expected: Tensor) -> None:
     """As torch.equal, but NaN is like NaN of the same bits only."""
     number = BITS[found.element_size()]

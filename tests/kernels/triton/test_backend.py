@@ -16,7 +16,7 @@ from pagedkv.kernels.triton.backend import check_pages
 from pagedkv.kernels.triton.geometry import Geometry
 from tests.effort import few
 from tests.kernels.steps import DEVICE, LAYOUTS, NOWHERE, Step, pages_of, step_of
-from tests.kernels.triton_cases import with_half
+from tests.kernels.triton_cases import misaligned, with_half
 from tests.kernels.truth import attend, check
 
 MIXED = {
@@ -111,6 +111,7 @@ def test_pages_of_any_size_give_the_bits_of_contiguous_memory(window):
     contiguous = step_of(ROWS, page=256, window=window)
     assert (contiguous.table[:, 1:] == NOWHERE).all()
     expected = attend(contiguous)
+    check(contiguous, expected)
     for page in (1, 3, 16, 32, 48, 64, 128):
         assert_same(attend(step_of(ROWS, page=page, window=window)), expected)
 
@@ -209,12 +210,6 @@ def test_a_pool_of_more_than_2_to_the_31_elements_is_read_at_its_end():
 
 
 # ------------------------------------------------------------------ refusals
-
-
-def misaligned(tensor):
-    """Copies a tensor to memory one element behind a multiple of 16 bytes."""
-    moved = torch.empty(tensor.numel() + 16, dtype=tensor.dtype, device=DEVICE)[1:]
-    return moved[: tensor.numel()].view(tensor.shape).copy_(tensor)
 
 
 def widened(tensor, by=8):

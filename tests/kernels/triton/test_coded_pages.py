@@ -15,7 +15,7 @@ from pagedkv.kernels.triton import backend as paged
 from pagedkv.kernels.triton import checks, decode, launch
 from tests.effort import each_value, few, slow
 from tests.kernels.steps import DEVICE, EACH, LAYOUTS, MIXTURES, coded, step_of
-from tests.kernels.triton_cases import with_half
+from tests.kernels.triton_cases import misaligned, with_half
 from tests.kernels.truth import attend, check
 
 
@@ -193,20 +193,15 @@ WRONG = {
         lambda s: half(s, "k_pages", staging=s.k_pages.staging.half()),
         TypeError, r"^k_pages.staging: expected the dtype of q"),
     "misaligned words": (
-        lambda s: half(s, "k_pages", data=moved(s.k_pages.data)), ValueError, "^k_pages: .*16 by"),
+        lambda s: half(s, "k_pages", data=misaligned(s.k_pages.data)),
+        ValueError, "^k_pages: .*16 bytes"),
     "misaligned scales": (
-        lambda s: half(s, "v_pages", scales=moved(s.v_pages.scales)),
+        lambda s: half(s, "v_pages", scales=misaligned(s.v_pages.scales)),
         ValueError, "^v_pages.scales: .*16 bytes"),
     "another format": (
         lambda s: half(s, "v_pages", format=FORMATS["int8"]),
         ValueError, "^v_pages: expected strides"),
 }  # fmt: skip
-
-
-def moved(tensor):
-    """Copies a tensor to memory one element behind a multiple of 16 bytes."""
-    found = torch.empty(tensor.numel() + 8, dtype=tensor.dtype, device=DEVICE)[1:]
-    return found[: tensor.numel()].view(tensor.shape).copy_(tensor)
 
 
 @pytest.mark.parametrize("case", WRONG)

@@ -9,7 +9,7 @@ from pagedkv.kernels import reference
 from pagedkv.kernels.triton import backend as paged
 from pagedkv.kernels.triton import geometry, launch, write
 from tests.kernels.steps import DEVICE, LAYOUTS, pages_of
-from tests.kernels.triton_cases import HALF, assert_same_bits, random_bits
+from tests.kernels.triton_cases import HALF, assert_same_bits, misaligned, random_bits
 
 N = 7
 
@@ -130,11 +130,6 @@ def _no_launch(monkeypatch):
         pytest.fail("a kernel was launched")
 
     monkeypatch.setattr(launch.Launcher, "__call__", launched)
-
-
-def misaligned(tensor):
-    moved = torch.empty(tensor.numel() + 8, dtype=tensor.dtype, device=DEVICE)[1:]
-    return moved[: tensor.numel()].view(tensor.shape).copy_(tensor)
 
 
 def widened(tensor):
