@@ -10,6 +10,7 @@ import torch
 from pagedkv import CacheConfig, LayerGroup, PagedKVCache, attend_again, paged_attention
 from pagedkv.attention import on_c
 from tests.attention.texts import attention
+from tests.effort import each_value
 
 H, G, D, P = 4, 2, 16, 4
 BACKENDS = ["torch", "c", "triton"]
@@ -51,8 +52,7 @@ def biased(q, k, bias, slopes, length):
     return scores
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "backend"), each_value(KINDS, BACKENDS))
 def test_places_are_those_in_the_text_whatever_was_dropped_shared_or_cut(kind, backend, shares):
     group, slopes = KINDS[kind], torch.tensor([0.5, 0.1, 0.0, -0.2])
     cache, common = a_cache(backend, group), 88

@@ -100,7 +100,7 @@ FAST = "a window", "latents", "int4"
 @pytest.mark.parametrize("kind", few(SERVED, *FAST))
 def test_layers_on_two_devices_attend_as_on_one(kind, devices):
     config = SERVED[kind]
-    steps = 40 if kind in EVICTING else 12
+    steps = 40 if kind in EVICTING else 6
     expected = run(config, A, steps)
     assert not devices.crossed
     for found, wanted in zip(run(config, placed(config), steps), expected, strict=True):

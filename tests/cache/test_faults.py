@@ -56,7 +56,7 @@ def test_every_single_failing_allocation_leaves_everything_as_it_was(case, monke
         reached += [index] * (allocations.count - len(reached))
     assert len(reached) > 15, "the trace allocates too little to be worth failing"
     problems = []
-    for failing, at in list(enumerate(reached))[:: 1 if ALL else 8]:
+    for failing, at in list(enumerate(reached))[:: 1 if ALL else 16]:
         allocations.count, allocations.failing, allocations.failed = 0, failing, False
         world, index = World(case), 0
         try:

@@ -127,7 +127,7 @@ def test_an_interrupt_at_any_line_of_a_call_leaves_a_whole_cache_and_nothing_beh
                 CALLS[name](cache, seq)
         except KeyboardInterrupt:
             assert lines.pressed
-        reached, n = lines.pressed, n + (3 if ALL else 13)
+        reached, n = lines.pressed, n + (3 if ALL else 23)
         if cache.open_step is not None:
             assert not reached, "a step that nobody knows of"
             cache.abort(cache.open_step)

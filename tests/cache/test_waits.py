@@ -55,7 +55,7 @@ def test_no_step_waits_for_the_device(kind, devices):
     devices.waited.clear()
     a_step(cache, [seq, other], [1, 17])
     (copy,) = cache.fork(seq)  # whose page is copied before it is written
-    for _ in range(17):  # fills pages
+    for _ in range(config.page_size + 1):  # fills pages
         a_step(cache, [seq, other, copy], 1)
     if config.host_tokens:
         cache.free(copy)

@@ -30,7 +30,7 @@ def test_prompts_that_come_and_go_find_on_the_host_what_they_have_in_common(case
     P = case.config.page_size
     world.bases = [[source.randrange(3) for _ in range(tokens * 2 // 3)] for _ in range(5)]
     roomy, hits = "roomy" in case.name, 0  # pools that cannot run out set nothing aside
-    for _ in range(examples(60, 40)):
+    for _ in range(examples(60, 32)):
         before = sum(copies.into)
         prompt = (source.randrange(5), source.randrange(tokens), [source.randrange(3)])
         world.apply(("add", prompt, 0, None if roomy else source.choice((None, None, P))))

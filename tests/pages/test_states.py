@@ -62,6 +62,24 @@ def test_a_row_gives_up_only_as_many_checkpoints_as_it_must():
     assert [list(slots.checkpoints.slots), slots.in_use] == [[key("b")], 3]
 
 
+def test_versions_tell_contents_apart():
+    slots = Slots(3, ROWS)
+    slots.step(0)
+    first = int(slots.pool.version[0])
+    slots.share(0, [1])
+    slots.leave(rows(0))
+    slots.require_return("restore", rows(0), rows(first), np.asarray([False]))
+    assert slots.come_back(rows(0), rows(first), np.asarray([False])) == []
+    assert slots.slot[0] == slots.slot[1]
+    slots.leave(rows(0))
+    slots.step(1)
+    assert slots.pool.version[0] != first
+    fresh = slots.come_back(rows(0, 2), rows(first, first), np.asarray([False, False]))
+    assert fresh == [(int(slots.slot[0]), first)]
+    assert slots.slot[0] == slots.slot[2] != slots.slot[1]
+    slots.verify()
+
+
 def test_a_state_that_is_only_kept_is_not_reused_for_a_row_that_comes_back_beside_its_own():
     slots = two_that_are_kept()
     mine = int(slots.pool.version[slots.slot[0]])

@@ -15,6 +15,7 @@ import torch
 from pagedkv import CacheConfig, PagedKVCache
 from pagedkv.attention.backend import choose_backend
 from pagedkv.kernels.c import library as module
+from tests.beside import run_all
 from tests.effort import slow
 from tests.kernels.c.calls import attend
 from tests.kernels.steps import step_of
@@ -102,16 +103,18 @@ def test_without_a_compiler_torch_attends_and_one_line_says_why(compiler, monkey
 SCRIPT = "from pagedkv.kernels.c.library import missing; print(missing() or 'there')"
 
 
-def next_process():
-    return subprocess.Popen([sys.executable, "-c", SCRIPT], stdout=subprocess.PIPE, text=True)
+@pytest.fixture
+def next_process(forked, anew, in_haste):
+    """What the next process says of the library; it begins where torch is imported already."""
+    return lambda: forked(SCRIPT, PAGEDKV_CACHE=str(anew), CC=in_haste)
 
 
 @needs_compiler
 @pytest.mark.parametrize("left", [4000, *slow(0, 20)])
-def test_a_library_that_was_cut_off_is_compiled_again(left, found):
+def test_a_library_that_was_cut_off_is_compiled_again(left, found, next_process):
     size = found.stat().st_size
     os.truncate(found, left)
-    assert next_process().communicate()[0].strip() == "there"
+    assert next_process() == "there"
     assert found.stat().st_size == size
 
 
@@ -159,9 +162,10 @@ def test_a_file_where_the_folder_should_be_is_no_error(anew):
 
 
 @needs_compiler
-def test_processes_that_compile_at_once_all_find_a_whole_library(anew):
-    both = [next_process() for _ in range(2)]
-    assert [x.communicate()[0].strip() for x in both] == ["there"] * 2
+def test_processes_that_compile_at_once_all_find_a_whole_library(anew, next_process):
+    said = []
+    run_all(*[lambda: said.append(next_process())] * 2)
+    assert said == ["there"] * 2
     assert len(kept(anew)) == 1
 
 

@@ -8,7 +8,7 @@ pytest.importorskip("triton")
 from pagedkv.kernels.torch import select_pages as sparse
 from pagedkv.kernels.triton import select_pages as choose
 from tests.attention.test_select_pages import outputs
-from tests.effort import slow
+from tests.effort import each_pair, slow
 from tests.kernels.shapes import chosen_by_twins, page_choice
 
 
@@ -28,9 +28,9 @@ def test_scores_are_those_of_the_twin(dtype, heads, kv_heads, dim):
 
 # Finds what the scores' test and whole walks do not: equal scores, columns of several blocks, rows
 # that choose nothing beside rows that do.
-@pytest.mark.parametrize("block", [4096, 32])
-@pytest.mark.parametrize("decoding", [True, False])
-@pytest.mark.parametrize("count", [3, 20, 69])
+@pytest.mark.parametrize(
+    ("count", "decoding", "block"), each_pair([3, 20, 69], [True, False], [4096, 32])
+)
 @pytest.mark.filterwarnings("ignore:invalid value encountered in matmul:RuntimeWarning")
 def test_tables_hold_the_pages_of_the_highest_scores(count, decoding, block, monkeypatch):
     monkeypatch.setattr(choose, "CHOICE", block)

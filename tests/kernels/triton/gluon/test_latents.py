@@ -15,6 +15,7 @@ from pagedkv.kernels.triton import merge_parts, shared_prefix
 from pagedkv.kernels.triton.decode_tuning import MOST_QUERIES
 from pagedkv.kernels.triton.geometry import Geometry, Target
 from pagedkv.kernels.triton.work_list import Bounds, Cut, Work, cut_rows
+from tests.effort import few
 from tests.kernels.steps import step_of
 from tests.kernels.triton.gluon import emulator
 from tests.kernels.truth import check, poisoned_outputs
@@ -93,13 +94,13 @@ SHAPES = {
 }
 
 
-@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize("rows", few(ROWS, *list(ROWS)[2::2]))
 def test_lengths_agree_with_the_twin(hopper, rows):
     step = latents(ROWS[rows])
     check(step, attend(hopper, step))
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", few(SHAPES, *list(SHAPES)[1::2]))
 def test_heads_pages_and_layouts_agree_with_the_twin(hopper, shape):
     step = latents([(1, 200), (1, 33)], **SHAPES[shape])
     check(step, attend(hopper, step))
@@ -213,7 +214,7 @@ MUTANTS = {
 }
 
 
-@pytest.mark.parametrize("mutant", MUTANTS)
+@pytest.mark.parametrize("mutant", few(MUTANTS, *list(MUTANTS)[::4]))
 def test_a_line_that_orders_warps_is_missed(mutant, tmp_path):
     step = latents([(1, 700)])
     with emulator.mutated(*MUTANTS[mutant], tmp_path / "gluon", slow="attend_right"):
