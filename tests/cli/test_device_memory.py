@@ -125,10 +125,9 @@ def test_experts_stay_in_the_count_that_is_asked_for(pagedkv, checkpoints):
 
 
 def test_a_prompt_or_limit_that_the_model_does_not_take_is_that_rows_alone(generate):
-    for memory in ("9MiB", "64MiB"):
-        result = generate("d" * 300, "-n", 10_000, "--device-memory", memory, code=3)
-        assert "1 of 4 prompts is longer than the model takes: prompt 3" in result.stderr
-        assert [len(text) for text in answers(result.stdout)[:3]] == [253, 247, 255]
+    result = generate("d" * 300, "-n", 10_000, "--device-memory", "9MiB", code=3)
+    assert "1 of 4 prompts is longer than the model takes: prompt 3" in result.stderr
+    assert [len(text) for text in answers(result.stdout)[:3]] == [253, 247, 255]
 
 
 @pytest.mark.parametrize(
@@ -158,7 +157,6 @@ def test_the_advice_of_a_refusal_is_followed_as_it_is_printed(generate):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (("--device-memory", "4KiB"), "--device-memory: .* --device-memory .* would fit"),
         (("--device-memory", "much"), "--device-memory: expected"),
         (("--host-memory", "1GiB"), "--host-memory: expected with --device-memory"),
         (("--device-memory", "1GiB", "--max-tokens", 64), "--max-tokens: expected none"),

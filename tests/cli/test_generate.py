@@ -203,14 +203,6 @@ def test_chat_prompts_and_prefixes_go_through_the_template(pagedkv, chat_model, 
     )
 
 
-def test_chat_messages_need_a_template(generate, pagedkv, chat_model):
-    chat = '{"prompt": [{"role": "tool", "content": "a"}]}'
-    assert "chat template" in generate("-f", "-", stdin=chat, code=2).stderr
-    refused = pagedkv("generate", chat_model, "-f", "-", stdin=chat)
-    assert refused.exit_code == 2
-    assert "-:1: the chat template refuses it: no tools here" in refused.stderr
-
-
 # ------------------------------------------------------------------ interruptions
 
 

@@ -3,8 +3,6 @@
 import csv
 import sys
 
-import pytest
-
 from pagedkv.cli import job
 
 
@@ -23,17 +21,6 @@ except SystemExit as ended:
     print("code", ended.code, sorted({{"torch", "transformers"}} & set(sys.modules)))
 """
     assert fresh_python("-c", code).splitlines()[-1] == "code 0 []"
-
-
-def test_only_prompts_that_are_left_are_encoded(generate, tmp_path, monkeypatch):
-    generate("abc", "bcd", "-o", tmp_path / "out.jsonl")
-    encoded = []
-    encode = job.Encoder.encode
-    monkeypatch.setattr(
-        job.Encoder, "encode", lambda self, p: encoded.append(list(p)) or encode(self, p)
-    )
-    generate("abc", "bcd", "cde", "-o", tmp_path / "out.jsonl")
-    assert encoded == [[2]]
 
 
 def test_a_job_that_cannot_be_run_leaves_no_file(generate, tmp_path):
@@ -128,15 +115,3 @@ def test_parquet_needs_its_package_before_anything_is_computed(generate, tmp_pat
     said = generate("abc", "-o", tmp_path / "out.parquet", code=2).stderr
     assert "out.parquet needs pyarrow: pip install 'pagedkv[parquet]'" in said
     assert not list(tmp_path.iterdir())
-
-
-def test_prompts_and_answers_may_both_be_parquet(generate, tmp_path):
-    arrow = pytest.importorskip("pyarrow")
-    from pyarrow.parquet import read_table, write_table
-
-    file, out = tmp_path / "p.parquet", tmp_path / "out.parquet"
-    columns = {"prompt": ["abc", "bcd"], "id": [7, 8], "max_new_tokens": [3, None]}
-    write_table(arrow.table(columns), file)
-    generate("-f", file, "-o", out, "--tokens")
-    made = read_table(out).to_pylist()
-    assert [(row["id"], len(row["tokens"])) for row in made] == [(7, 3), (8, 6)]
