@@ -24,46 +24,32 @@ import torch
 from torch import Tensor
 
 from benchmarks.conftest import job
-from pagedkv import CacheConfig, PagedKVCache, paged_attention, write_kv
+from pagedkv import CacheConfig, PagedKVCache, paged_attention
 
 ROUNDS = {"small": 60, "full": 400}
 ROWS, LAYERS, PAGE = 16, 30, 16
 HEADS = (16, 2, 64)  # small, because the host does the same for all sizes
-SHORT, LONG = 64, 8192  # tokens of rows: no kernel splits the short ones, every one the long ones
+LENGTH = 8192  # tokens of rows, which every kernel splits
 CALLS = 10  # calls of one kind in a sample, between two readings of the clock
-# How many kernels each part launches, if its name says so.
-PARTS: dict[str, int | None] = {
-    "step": None,
-    "step: prepare": None,
-    f"step: {LAYERS} layers": None,
-    "step: commit": None,
-    "layer: write and attend": None,
-    "layer: write_kv": 1,
-    "kernels: plan": None,
-    "kernels: attend, one launch": 1,
-    "kernels: attend, two launches": 2,
-    "kernels: write_kv": 1,
-}
-LAYER = "layer: write and attend"
-CALLED = ("kernels: write_kv", "kernels: attend, two launches")
+STEP, LAYER, WRITE, ATTEND = "step", "layer: write and attend", "write_kv", "attend"
+LAUNCHES = {WRITE: 1, ATTEND: 2}  # by themselves: the parts of a row are merged by a second one
 
 
 def bench_layer(record: Any, claim: Any, size: str, device: torch.device) -> None:
     """A layer of a step, beside its kernels called by themselves."""
     pytest.importorskip("triton")
     found = job("benchmarks.bench_launches", device.type, str(ROUNDS[size]))
-    assert found.keys() == PARTS.keys()
-    for part, (_, launches) in found.items():
-        assert launches is None or launches == PARTS[part] or PARTS[part] is None
+    for part, expected in LAUNCHES.items():
+        assert found[part][1] in (None, expected)
     seconds = {name: spent for name, (spent, _) in found.items()}
-    apart = [write + attend for write, attend in zip(*(seconds[name] for name in CALLED))]
+    apart = [write + attend for write, attend in zip(seconds[WRITE], seconds[ATTEND])]
     name = "a layer, write and attend"
     record(
         name, {"kernels called by themselves": apart, "launches bound for the step": seconds[LAYER]}
     )
     claim(name, "bound / called by themselves", median(seconds[LAYER]) / median(apart))
     claim(name, "bound", 1e6 * median(seconds[LAYER]), "us", 20)
-    claim("a decode step", f"all of it, {LAYERS} layers", 1e6 * median(seconds["step"]), "us")
+    claim("a decode step", f"all of it, {LAYERS} layers", 1e6 * median(seconds[STEP]), "us")
 
 
 # ------------------------------------------------------------------ in a process of its own
@@ -78,14 +64,10 @@ class Meter:
         self.launches: dict[str, int | None] = {}
 
     @contextmanager
-    def sample(self, name: str, calls: int = 1, idle: bool = True) -> Iterator[None]:
-        """Times a block of `calls` calls.
-
-        Args:
-            idle: whether to begin when the device has nothing to do, so that no launch waits.
-        """
-        if idle and self.gpu is None:
-            torch.cuda.synchronize()
+    def sample(self, name: str, calls: int = 1) -> Iterator[None]:
+        """Times a block of `calls` calls."""
+        if self.gpu is None:
+            torch.cuda.synchronize()  # so that no launch waits
         before = self.gpu.launches if self.gpu else 0
         start = perf_counter()
         yield
@@ -116,25 +98,21 @@ def kernels(meter: Meter, device: str, rounds: int) -> None:
     _, g, d = HEADS
     q, k, v = inputs(device)
     pages = torch.zeros(2, ROWS, g, PAGE, d, device=device, dtype=torch.bfloat16)
-    table = torch.zeros(ROWS, LONG // PAGE, dtype=torch.int32, device=device)
+    table = torch.zeros(ROWS, LENGTH // PAGE, dtype=torch.int32, device=device)
     starts = torch.arange(ROWS + 1, dtype=torch.int32, device=device)
     slots = torch.arange(ROWS, device=device) * PAGE
-    for name, length in (("one launch", SHORT), ("two launches", LONG)):
-        lens = torch.full((ROWS,), length, dtype=torch.int32, device=device)
+    lens = torch.full((ROWS,), LENGTH, dtype=torch.int32, device=device)
+    work = paged.plan(lens, starts, q, pages[0], num_new=[1] * ROWS, max_kv=LENGTH)
 
-        def plan(lens: Tensor = lens, length: int = length) -> paged.Plan:
-            return paged.plan(lens, starts, q, pages[0], num_new=[1] * ROWS, max_kv=length)
+    def attend() -> Any:
+        return paged.paged_attention(q, *pages, table, lens, starts, work, scale=d**-0.5)
 
-        def attend(lens: Tensor = lens, work: paged.Plan = plan()) -> Any:  # noqa: B008
-            return paged.paged_attention(q, *pages, table, lens, starts, work, scale=d**-0.5)
-
-        meter.many(f"kernels: attend, {name}", attend, rounds)
-    meter.many("kernels: plan", plan, rounds)
-    meter.many("kernels: write_kv", lambda: paged.write_kv(k, v, *pages, slots), rounds)
+    meter.many(ATTEND, attend, rounds)
+    meter.many(WRITE, lambda: paged.write_kv(k, v, *pages, slots), rounds)
 
 
 def steps(meter: Meter, device: str, rounds: int) -> None:
-    """Whole decode steps, fed by count, and the public calls in an open one."""
+    """Whole decode steps, fed by count, and a layer of an open one."""
     from pagedkv.kernels.triton import backend as paged
 
     _, g, d = HEADS
@@ -148,20 +126,13 @@ def steps(meter: Meter, device: str, rounds: int) -> None:
     with cache.step(seqs, num_new=1024 - 4 - rounds - PAGE, layers=()):
         pass
     for _ in range(3 + rounds):
-        with meter.sample("step"):
-            with meter.sample("step: prepare", idle=False):
-                step = cache.prepare(seqs, num_new=1)
-            with meter.sample(f"step: {LAYERS} layers", idle=False):
-                for layer in range(LAYERS):
-                    paged_attention(q, k, v, step, layer)
-            with meter.sample("step: commit", idle=False):
-                cache.commit(step)
-    for name in meter.seconds:
-        meter.seconds[name] = meter.seconds[name][-rounds:]
+        with meter.sample(STEP), cache.step(seqs, num_new=1) as step:
+            for layer in range(LAYERS):
+                paged_attention(q, k, v, step, layer)
+    meter.seconds[STEP] = meter.seconds[STEP][-rounds:]
     step = cache.prepare(seqs, num_new=1)
     paged_attention(q, k, v, step, 0)  # plans, for all that follow
-    meter.many("layer: write and attend", lambda: paged_attention(q, k, v, step, 0), rounds)
-    meter.many("layer: write_kv", lambda: write_kv(k, v, step, 0), rounds)
+    meter.many(LAYER, lambda: paged_attention(q, k, v, step, 0), rounds)
 
 
 def main(device: str, rounds: int) -> None:
@@ -171,7 +142,7 @@ def main(device: str, rounds: int) -> None:
         meter = Meter(gpu)
         steps(meter, device, rounds)
         kernels(meter, device, rounds)
-    print(json.dumps({name: (meter.seconds[name], meter.launches[name]) for name in PARTS}))
+    print(json.dumps({name: (meter.seconds[name], meter.launches[name]) for name in meter.seconds}))
 
 
 if __name__ == "__main__":

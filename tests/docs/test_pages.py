@@ -2,6 +2,7 @@
 
 import re
 from collections import Counter
+from functools import cache
 
 import pytest
 
@@ -45,13 +46,16 @@ def test_no_more_blocks_are_left_out_than_are_known():
     assert said == len(found), "a comment stands elsewhere than in the line before a fence"
 
 
+@cache
+def paths():
+    """The paths of all files and folders; those of folders end with a slash."""
+    found = [path for place in PLACES for path in (ROOT / place).rglob("*")]
+    return [f"/{path.relative_to(ROOT).as_posix()}{'/' * path.is_dir()}" for path in found]
+
+
 @pytest.mark.parametrize("page", [p for p in PAGES if p != DOCS / "compat.md"], ids=name)
 def test_every_file_and_folder_that_a_page_names_exists(page):
-    there = {f"/{name}/" for name in PLACES}
-    for place in PLACES:
-        for path in (ROOT / place).rglob("*"):
-            ending = "/" if path.is_dir() else ""
-            there.add(f"/{path.relative_to(ROOT).as_posix()}{ending}")
+    there = {*(f"/{name}/" for name in PLACES), *paths()}
     named = set(re.findall(r"`([\w./-]+(?:\.py|/))(?::\w+)?`", page.read_text(encoding="utf-8")))
     made = {".gpu/"}  # by a command that the page tells of
     missing = [name for name in named - made if not any(x.endswith(f"/{name}") for x in there)]

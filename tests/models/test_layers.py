@@ -9,6 +9,7 @@ from transformers import DynamicCache
 from pagedkv import CacheConfig, LayerGroup
 from pagedkv.errors import UnsupportedModelError
 from pagedkv.models import LayerKind, layer_kinds, state_tensors
+from tests.effort import slow
 from tests.hf.modes import UNEVEN, made
 from tests.hf.tiny import LATENT, named, tiny
 from tests.hybrids import HYBRIDS, hybrid, hybrid_config, in_dtype
@@ -27,7 +28,7 @@ KEPT = {"int64": "float32"}  # ids, which are small enough
 ROTATED = 8  # cosines and sines beside an index key
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["bfloat16", *slow("float32")])
 @pytest.mark.parametrize("family", HYBRIDS)
 def test_states_are_those_that_transformers_keeps(family, dtype):
     model = in_dtype(hybrid(family), getattr(torch, dtype))
