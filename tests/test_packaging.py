@@ -79,14 +79,6 @@ def test_wheel_imports_from_another_folder(fresh_python, site, tmp_path):
     assert files == [str(site / "pagedkv" / f) for f in ("__init__.py", "kernels/reference.py")]
 
 
-def test_wheel_has_no_top_level_kernels(fresh_python, site, tmp_path):
-    code = (
-        "import importlib.util as u; s = u.find_spec('kernels');"
-        "print(s and [str(p) for p in s.submodule_search_locations])"
-    )
-    assert str(site) not in fresh_python("-c", code, cwd=tmp_path, path=site)
-
-
 def test_transformers_does_not_take_our_folder_for_kernels_that_it_knows(fresh_python):
     ours = pytest.importorskip("transformers.utils.import_utils")
     code = "from transformers.utils import import_utils; print(import_utils.is_kernels_available())"

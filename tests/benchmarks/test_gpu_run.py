@@ -261,22 +261,6 @@ def test_a_process_that_is_quiet_is_ended(tmp_path: Path, monkeypatch) -> None:
     assert run.child("precompile", [], 100.0, None) == 1
 
 
-def test_resume_skips_finished_cells(tmp_path: Path) -> None:
-    seen = []
-
-    def timed(cell: Cell, **_: object) -> run.Record:
-        seen.append(cell.id)
-        return record(ours=10.0)
-
-    first = run.Results(tmp_path / "cells.json")
-    assert run.run_cells(EVERY[:2], first, timed)
-    again = run.Results(tmp_path / "elsewhere.json", resume=tmp_path / "cells.json")
-    assert not run.run_cells(EVERY[:3], again, timed, deadline=0.0)
-    assert run.run_cells(EVERY[:3], again, timed)
-    assert seen == [cell.id for cell in EVERY[:3]]
-    assert list(json.loads((tmp_path / "elsewhere.json").read_text())["cells"]) == seen
-
-
 def test_what_loses_the_device_is_left_out_next_time(tmp_path: Path) -> None:
     """As when a process dies: nothing it would have written afterwards is there."""
     cell, left_out = EVERY[0], []

@@ -1,13 +1,11 @@
 """A plan's table, its JSON, its cache."""
 
 import json
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
 from pagedkv import BudgetExceeded, CacheConfig, MemoryPlan, plan_memory
-from pagedkv.planner.costs import spread
 from tests.planner.models import LLAMA_8B, LLAMA_70B
 
 
@@ -30,15 +28,6 @@ def test_json_has_what_the_table_has():
     assert found["max_tokens"] == plan.max_tokens
     assert found["resident_layers"] == list(plan.resident_layers)
     assert found["weights"] == "from the config"
-
-
-def test_spread_is_even():
-    for of in range(1, 40):
-        for chosen in range(of + 1):
-            found = spread(chosen, of)
-            assert len(found) == chosen
-            gaps = [b - a for a, b in pairwise(found)]
-            assert max(gaps, default=1) - min(gaps, default=1) <= 1
 
 
 def test_the_cache_of_a_plan_is_what_from_model_makes():
