@@ -20,7 +20,14 @@ from transformers.cache_utils import LinearAttentionCacheLayerMixin
 from pagedkv.errors import UnsupportedModelError
 from pagedkv.hf.forward_cache import ForwardCache
 from pagedkv.hf.layer import PagedLayer
-from pagedkv.hf.mixers import GramView, StateView, embeds_grams, index_of, number_of
+from pagedkv.hf.mixers import (
+    CallByParts,
+    GramView,
+    StateView,
+    embeds_grams,
+    index_of,
+    number_of,
+)
 from pagedkv.kernels.sending import sent
 from pagedkv.models.kinds import field_of
 from pagedkv.models.states import end_of
@@ -64,17 +71,13 @@ def row_groups(step: StepMetadata, device: torch.device) -> list[RowGroup]:
     return groups
 
 
-class MixerCall:
-    """A mixer's work in one step.
-
-    The model's own call of the mixer computes the last row group; this object calls the mixer for
-    the groups before it.
+class MixerCall(CallByParts):
+    """A mixer's work in one step, by row groups.
 
     Args:
         before: the states of all rows.
         done: takes the states of all rows after the step.
         view: makes the cache of one call from its states, or from None.
-        args, kwargs: the mixer's arguments, with packed rows and the forward's cache among them.
     """
 
     def __init__(
@@ -87,42 +90,27 @@ class MixerCall:
         args: Any,
         kwargs: dict[str, Any],
     ) -> None:
-        self.mixer, self.before, self.done, self.view = mixer, before, done, view
-        self.args, self.kwargs = args, kwargs
+        self.before, self.done, self.view = before, done, view
         device = before[0].device
-        self.groups = step.memo(("row groups", device), lambda: row_groups(step, device))
-        self.views: list[StateView] = []
-        self.outputs: list[Any] = []
+        groups = step.memo(("row groups", device), lambda: row_groups(step, device))
+        super().__init__(mixer, args, kwargs, groups)
 
-    def begin(self) -> tuple[Any, dict[str, Any]]:
-        """Computes all groups but the last; returns the arguments for the last."""
-        for group in self.groups[:-1]:
-            args, kwargs = self._arguments(group)
-            self.outputs.append(self.mixer.forward(*args, **kwargs))
-        last = self._arguments(self.groups[-1])
-        self.views[-1].finish = self._finish
-        return last
+    def _view_of(self, group: RowGroup) -> StateView:
+        if not group.has_state:
+            return self.view(None)
+        rows = group.rows
+        return self.view(self.before if rows is None else [state[rows] for state in self.before])
 
-    def _arguments(self, group: RowGroup) -> tuple[Any, dict[str, Any]]:
-        """Returns the mixer's arguments with a group's rows and states in place of packed ones."""
-        view = self.view(self._states_of(group))
-        self.views.append(view)
-
-        def of_group(name: str, value: Any) -> Any:
-            if isinstance(value, ForwardCache):
-                return view
-            if not isinstance(value, Tensor):
-                return value
-            if name not in INPUT and not self._is_by_token(value):
-                raise UnsupportedModelError(
-                    f"{name}: the mixer {type(self.mixer).__name__} of layer "
-                    f"{index_of(self.mixer)} gets a tensor that may not have a part for each row"
-                )
-            packed = value[0] if group.places is None else value[0, group.places]
-            return packed.reshape(-1, group.width, *packed.shape[1:])
-
-        args = tuple(of_group(str(i), value) for i, value in enumerate(self.args))
-        return args, {name: of_group(name, value) for name, value in self.kwargs.items()}
+    def _of_part(self, group: RowGroup, name: str, value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        if name not in INPUT and not self._is_by_token(value):
+            raise UnsupportedModelError(
+                f"{name}: the mixer {type(self.module).__name__} of layer "
+                f"{index_of(self.module)} gets a tensor that may not have a part for each row"
+            )
+        packed = value[0] if group.places is None else value[0, group.places]
+        return packed.reshape(-1, group.width, *packed.shape[1:])
 
     def _is_by_token(self, value: Tensor) -> bool:
         """Whether a tensor has one entry for each token: an id, a position, a mask, an input.
@@ -133,17 +121,10 @@ class MixerCall:
         axes = 3 if value.is_floating_point() else 2
         return value.ndim == axes and value.shape[:2] == packed.shape[:2]
 
-    def _states_of(self, group: RowGroup) -> list[Tensor] | None:
-        if not group.has_state:
-            return None
-        rows = group.rows
-        return self.before if rows is None else [state[rows] for state in self.before]
-
     def _finish(self, output: Any) -> Any:
-        """Hands over the states of all rows; returns the packed output of all groups."""
         self.outputs.append(output)
         after = [view.states() for view in self.views]
-        rows = [group.rows for group in self.groups]
+        rows = [group.rows for group in self.parts]
         states = [_joined(parts, rows) for parts in zip(*after)]
         self.done(states)
         if isinstance(output, Tensor):
@@ -152,7 +133,7 @@ class MixerCall:
 
     def _packed(self, parts: Any) -> Tensor:
         """Packs the groups' outputs, `[B, n, ...]` each, into `[1, T, ...]`."""
-        places = [group.places for group in self.groups]
+        places = [group.places for group in self.parts]
         return _joined([part.flatten(0, 1) for part in parts], places)[None]
 
 

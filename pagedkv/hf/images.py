@@ -13,6 +13,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -24,6 +25,7 @@ from pagedkv.errors import UnsupportedModelError
 
 from .model import device_of, text_config
 from .release import cache_argument
+from .signature import arguments_of
 
 IMAGE_TOKEN = ("image_token_id", "image_token_index", "media_placeholder_token_id")
 AUDIO_TOKEN = ("audio_token_id", "audio_token_index")
@@ -66,14 +68,6 @@ class Features(NamedTuple):
             },
             [torch.cat(layers) for layers in zip(*(part.deepstack for part in parts))],
         )
-
-
-class _Reached(Exception):
-    """A model has called its decoder, with these arguments."""
-
-    def __init__(self, arguments: dict[str, Any]) -> None:
-        super().__init__()
-        self.arguments = arguments
 
 
 class Sense(NamedTuple):
@@ -172,23 +166,15 @@ class Vision:
         if positions is not None:
             given["position_ids"] = positions[:, None]
 
-        def stop(_: nn.Module, __: Any, kwargs: dict[str, Any]) -> None:
-            if _are_given(cache, kwargs):  # else it is a forward of another thread
-                raise _Reached(kwargs)
-
-        hook = self._decoder.register_forward_pre_hook(stop, with_kwargs=True, prepend=True)
-        try:
-            given |= {cache_argument(self.model): cache}
-            self.model(input_ids=ids[None], use_cache=True, **given)
-        except _Reached as reached:
-            arguments = reached.arguments
-        else:
+        given |= {cache_argument(self.model): cache}
+        run = partial(self.model, input_ids=ids[None], use_cache=True, **given)
+        # A call without this cache is a forward of another thread.
+        arguments = arguments_of(self._decoder, run, partial(_are_given, cache))
+        if arguments is None:
             raise UnsupportedModelError(
                 f"{self.sense.argument}: {type(self.model).__name__} does not call its decoder as "
                 "a module"
             )
-        finally:
-            hook.remove()
         self._require_known(arguments)
         if (count := arguments[EMBEDDINGS].shape[1]) != len(ids):
             raise ValueError(

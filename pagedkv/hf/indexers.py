@@ -21,10 +21,9 @@ from pagedkv.models import facts_of
 from pagedkv.models.kinds import Sight
 from pagedkv.step.metadata import StepMetadata
 
-from .forward_cache import ForwardCache
 from .handles import ChosenHandle, MaskHandle, as_mask
 from .layer import PagedLayer
-from .mixers import View, index_of
+from .mixers import CallByParts, View, index_of
 from .model import text_config
 
 
@@ -187,11 +186,8 @@ class _Row(NamedTuple):
         return int(self.tokens.stop - self.tokens.start)
 
 
-class _Call:
-    """An indexer's work in one step.
-
-    The model's own call computes the last row; this object computes the rows before it.
-    """
+class _Call(CallByParts):
+    """An indexer's work in one step, row by row."""
 
     def __init__(
         self,
@@ -201,44 +197,29 @@ class _Call:
         kwargs: dict[str, Any],
         mask: MaskHandle,
     ) -> None:
-        self.layer, self.indexer, self.args, self.kwargs = layer, indexer, args, kwargs
-        self.cache, self.mask = layer.cache, mask
+        self.layer, self.cache, self.mask = layer, layer.cache, mask
         self.opened = self.cache.opened
         self.text = text_config(self.cache.model)
         self.form = facts_of(self.text.model_type).indexer
-        self.views: list[IndexView] = []
-        self.outputs: list[Tensor] = []
-
-    def begin(self) -> tuple[Any, dict[str, Any]]:
-        """Computes all rows but the last; returns the arguments for the last."""
         # If all tokens are padding, the module runs on one of them, and its result is unused.
-        rows = [None] if self.opened is None else _rows(self.opened, self.layer.keys_layer)
-        for row in rows[:-1]:
-            args, kwargs = self._arguments(row)
-            self.outputs.append(self.indexer.forward(*args, **kwargs))
-        arguments = self._arguments(rows[-1])
-        self.views[-1].finish = self._finish
-        return arguments
+        rows = [None] if self.opened is None else _rows(self.opened, layer.keys_layer)
+        super().__init__(indexer, args, kwargs, rows)
 
-    def _arguments(self, row: _Row | None) -> tuple[Any, dict[str, Any]]:
-        """Returns the module's arguments for a row as if it were alone."""
+    def _view_of(self, row: _Row | None) -> IndexView:
         keys = RowKeys(None if row is None else self._held(row), self.form == "pools")
-        self.views.append(view := IndexView(index_of(self.indexer), keys))
+        return IndexView(index_of(self.module), keys)
 
-        def of_row(value: Any) -> Any:
-            if isinstance(value, ForwardCache):
-                return view
-            if isinstance(value, MaskHandle):
-                return self._mask_of(row, value)
-            if isinstance(value, Tensor):
-                part = self._part_of(row, value)
-                own = self.form == "blocks by head" and not value.is_floating_point()
-                return self._places_of(row, part) if own else part
-            if isinstance(value, tuple):
-                return self._rotary_of(keys, tuple(self._part_of(row, x) for x in value))
-            return value
-
-        return tuple(map(of_row, self.args)), {k: of_row(x) for k, x in self.kwargs.items()}
+    def _of_part(self, row: _Row | None, name: str, value: Any) -> Any:
+        if isinstance(value, MaskHandle):
+            return self._mask_of(row, value)
+        if isinstance(value, Tensor):
+            part = self._part_of(row, value)
+            own = self.form == "blocks by head" and not value.is_floating_point()
+            return self._places_of(row, part) if own else part
+        if isinstance(value, tuple):
+            keys: RowKeys = self.views[-1].keys
+            return self._rotary_of(keys, tuple(self._part_of(row, x) for x in value))
+        return value
 
     def _held(self, row: _Row) -> Tensor:
         """Returns the keys that pages hold of a row, `[1, n, D]`."""

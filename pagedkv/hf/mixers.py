@@ -8,6 +8,7 @@ the cache among its arguments, if that is one of ours; other calls pass untouche
 from __future__ import annotations
 
 import inspect
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Set
 from functools import cache
 from typing import Any
@@ -120,6 +121,52 @@ class View(Cache):
     """
 
     finish: Callable[[Any], Any] | None = None
+
+
+class CallByParts(ABC):
+    """A call of a module in one step that is made for some rows at a time.
+
+    The model's own call computes the last part; this object calls the module for those before it.
+
+    Args:
+        args, kwargs: the module's arguments, with the tokens of all rows and the forward's cache.
+        parts: the parts of the step, at least one.
+    """
+
+    def __init__(self, module: nn.Module, args: Any, kwargs: dict[str, Any], parts: Any) -> None:
+        self.module, self.args, self.kwargs, self.parts = module, args, kwargs, parts
+        self.views: list[Any] = []
+        self.outputs: list[Any] = []
+
+    def begin(self) -> tuple[Any, dict[str, Any]]:
+        """Computes all parts but the last; returns the arguments for the last."""
+        for part in self.parts[:-1]:
+            args, kwargs = self._arguments(part)
+            self.outputs.append(self.module.forward(*args, **kwargs))
+        last = self._arguments(self.parts[-1])
+        self.views[-1].finish = self._finish
+        return last
+
+    def _arguments(self, part: Any) -> tuple[Any, dict[str, Any]]:
+        self.views.append(view := self._view_of(part))
+
+        def of_part(name: str, value: Any) -> Any:
+            return view if isinstance(value, ForwardCache) else self._of_part(part, name, value)
+
+        args = tuple(of_part(str(i), value) for i, value in enumerate(self.args))
+        return args, {name: of_part(name, value) for name, value in self.kwargs.items()}
+
+    @abstractmethod
+    def _view_of(self, part: Any) -> View:
+        """Makes the cache of the call for a part."""
+
+    @abstractmethod
+    def _of_part(self, part: Any, name: str, value: Any) -> Any:
+        """Returns a part's share of an argument; its name is its place if it has none."""
+
+    @abstractmethod
+    def _finish(self, output: Any) -> Any:
+        """Takes the output of the last part; returns the output for all rows."""
 
 
 class StateView(View):

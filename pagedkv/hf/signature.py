@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import torch
@@ -34,21 +36,43 @@ def takes_positions(model: Any, device: torch.device) -> bool:
         return True
     if "position_ids" not in parameters_of(model) or model.base_model is model:
         return False
-    reached: list[Any] = []
-
-    def stop(decoder: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-        reached.append(kwargs.get("position_ids"))
-        raise StopForward
-
-    hook = model.base_model.register_forward_pre_hook(stop, with_kwargs=True, prepend=True)
     token = torch.zeros(1, 1, dtype=torch.long, device=device)
+    given = {"input_ids": token, "position_ids": token + POSITION}
+    with torch.no_grad(), suppress(Exception):
+        reached = arguments_of(model.base_model, partial(model, **given))
+        one = None if reached is None else reached.get("position_ids")
+        return isinstance(one, Tensor) and bool((one == POSITION).all())
+    return False
+
+
+class _Reached(Exception):
+    """A model has called its decoder, with these arguments."""
+
+    def __init__(self, arguments: dict[str, Any]) -> None:
+        super().__init__()
+        self.arguments = arguments
+
+
+def arguments_of(
+    decoder: nn.Module,
+    run: Callable[[], object],
+    is_asked: Callable[[dict[str, Any]], bool] = lambda _: True,
+) -> dict[str, Any] | None:
+    """Runs a model up to the call of its decoder; returns that call's arguments, None without one.
+
+    Args:
+        is_asked: whether a call with these arguments is the one; others go on.
+    """
+
+    def stop(_: nn.Module, __: Any, kwargs: dict[str, Any]) -> None:
+        if is_asked(kwargs):
+            raise _Reached(kwargs)
+
+    hook = decoder.register_forward_pre_hook(stop, with_kwargs=True, prepend=True)
     try:
-        with torch.no_grad(), suppress(Exception):
-            model(input_ids=token, position_ids=token + POSITION)
+        run()
+    except _Reached as reached:
+        return reached.arguments
     finally:
         hook.remove()
-    return any(isinstance(one, Tensor) and bool((one == POSITION).all()) for one in reached)
-
-
-class StopForward(Exception):
-    """Ends a forward that has shown what it was run for."""
+    return None

@@ -315,16 +315,12 @@ def _where(seen: Any, scores: Any, hidden: Any) -> Any:
     return scores.where(seen, hidden)
 
 
-def _max(scores: Any, floor: Any) -> Any:
-    return scores.at_least(floor)
-
-
 _FUNCTIONS: dict[str, Any] = {
     "matmul": _product,
     "rmatmul": lambda one, other: _product(other, one),
     "bmm": _product,
     "baddbmm": _added_product,
-    "max": _max,
+    "max": Scores.at_least,
     "where": _where,
     "softmax": _softmax,
     "dropout": _dropout,
