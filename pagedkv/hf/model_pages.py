@@ -8,7 +8,6 @@ import weakref
 from collections.abc import Callable
 from dataclasses import fields as dataclass_fields
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from transformers import PreTrainedModel
@@ -82,11 +81,7 @@ def pages_for(
         planned = on_this_rank(model, planned)
     _require_fit(model, planned, name)
 
-    def config() -> CacheConfig:
-        made = fingerprint_of(model) if given is None else of_rank(model, given)
-        return replace(planned, fingerprint=made)
-
-    return _kept(model, ("plan", planned), config, given, beside, rounded)
+    return _kept(model, ("plan", planned), lambda: planned, given, beside, rounded)
 
 
 def _asked(
@@ -150,16 +145,11 @@ def _shared_pages(
     """Returns the model's own pages of these sizes."""
 
     def config() -> CacheConfig:
-        tokens, given = max_tokens, fields.get("fingerprint")
-        placement = placement_of(model, device_of(model))
-        if tokens is None:
-            tokens = tokens_of(model, fields)
+        tokens = tokens_of(model, fields) if max_tokens is None else max_tokens
         found = cache_config(model, tokens, **fields)
-        made = fingerprint_of(model) if given is None else of_rank(model, found.fingerprint)
-        found = replace(found, fingerprint=made)
         if fields.get("max_states"):
             return found
-        states = states_that_fit(found, placement)
+        states = states_that_fit(found, placement_of(model, device_of(model)))
         return replace(found, max_states=ranks_of(model).least(states))
 
     named = ((name, _told_apart(fields[name])) for name in sorted(fields))
@@ -205,7 +195,11 @@ def _kept(
     beside: dict[str, Any],
     rounded: bytes,
 ) -> PagedKVCache:
-    """Returns pages that are made at the first use and kept while a cache uses them."""
+    """Returns pages that are made at the first use and kept while a cache uses them.
+
+    Args:
+        config: sizes the pages; `given` is their fingerprint, or else the model's.
+    """
     # Pages with a trace are recorded from their beginning, so existing pages will not do.
     placement, ranks = placement_of(model, device_of(model)), ranks_of(model)
     asked = asked, dtype_of(model), placement, rounded, *map(_told_apart, beside.values())
@@ -214,24 +208,17 @@ def _kept(
         kv = caches.get(asked)
         # One rank may still have its pages when another rank has collected its own.
         if not ranks.least(kv is not None) or kv is None:
-            made = config()
-            kv = caches[asked] = ranks.agree(partial(_made, model, made, given, beside, rounded))
+            named = fingerprint_of(model) if given is None else of_rank(model, given)
+            sizes = replace(config(), fingerprint=named)
+
+            def make() -> PagedKVCache:
+                made = PagedKVCache(sizes, device=placement, **beside)
+                made.identity = ModelIdentity(model, given and named, named, rounded)
+                made.follow(ranks)
+                return made
+
+            kv = caches[asked] = ranks.agree(make)
         return kv
-
-
-def _made(
-    model: PreTrainedModel,
-    config: CacheConfig,
-    given: bytes | None,
-    beside: dict[str, Any],
-    rounded: bytes,
-) -> PagedKVCache:
-    """Makes new pages for a model."""
-    kv = PagedKVCache(config, device=placement_of(model, device_of(model)), **beside)
-    given = given and of_rank(model, given)
-    kv.identity = ModelIdentity(model, given, config.fingerprint, rounded)
-    kv.follow(ranks_of(model))
-    return kv
 
 
 def take_over(kv: PagedKVCache, model: PreTrainedModel, rounded: bytes = b"") -> None:
