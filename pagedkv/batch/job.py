@@ -229,7 +229,9 @@ class GenerationJob(Job):
 
     def _rows(self, coming: Coming) -> list[Row]:
         """Makes the rows of a prompt, one for each sample; a row may have an error."""
-        index, own, options = coming.place, coming.own, self._options_of(coming)
+        index, own = coming.place, coming.own
+        options = coming.options or self._options
+        assert options is not None
         ids, images, wrong = self._read(coming.prompt)
         wrong = wrong or options.what_is_wrong(index, own)
         prompt = ids if images is None else images.text
@@ -245,11 +247,6 @@ class GenerationJob(Job):
             except ValueError as error:  # the prompt is as long as its text may become
                 row.error = str(error)
         return rows
-
-    def _options_of(self, coming: Coming) -> GenerationOptions:
-        """The options of a prompt: those of the call."""
-        assert self._options is not None
-        return self._options
 
     def _read(self, given: Any) -> tuple[Any, ImagePrompt | None, str | None]:
         """Returns the ids of a prompt, its images if it has any, and what is wrong with it."""

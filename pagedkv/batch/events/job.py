@@ -7,7 +7,6 @@ from dataclasses import replace
 from typing import Any
 
 from pagedkv.batch.job import GenerationJob
-from pagedkv.batch.options import GenerationOptions
 from pagedkv.batch.prompt_queue import Coming
 from pagedkv.batch.results import Result
 from pagedkv.batch.rows import NOT_RUNNING, Row
@@ -42,10 +41,6 @@ class EventsJob(GenerationJob):
         super().__init__(None, *job)
         self._requests, self._wishes, self._result_of = requests, wishes, result_of
         self._tokenizer, self._logprobs = tokenizer, logprobs
-
-    def _options_of(self, coming: Coming) -> GenerationOptions:
-        options: GenerationOptions = coming.options
-        return options
 
     def _rows(self, coming: Coming) -> list[Row]:
         rows, request = super()._rows(coming), self._requests[coming.place]
