@@ -57,6 +57,12 @@ class Call(NamedTuple):
         pages: tuple[Any, Any] = self.step.storage.layer(self.layer)
         return pages
 
+    @property
+    def bound(self) -> Any:
+        """What a backend kept of the open step's first call of this kind; None for none."""
+        key = "bound", self.step.config.group_of.get(self.layer)
+        return self.step.kept(key) if self.step.state == "open" else None
+
 
 class Chosen(NamedTuple):
     """The tokens that the queries of a call read; `chosen.py` makes it from their places.

@@ -101,13 +101,12 @@ def write(k: Tensor, v: Tensor, step: StepMetadata, layer: int) -> None:
 
 def again(call: Call) -> tuple[Tensor, Tensor] | None:
     """Serves a call without log-sum-exp like the step's first of its kind; see `c/bound.py`."""
-    q, k, v, step, layer, scoring, return_lse = call
-    bound: Bound | None = step.kept(("bound", step.config.group_of.get(layer)))
-    if bound is None or return_lse or step.state != "open":
+    bound: Bound | None = call.bound
+    if bound is None or call.return_lse:
         return None
-    assert k is not None
-    assert v is not None
-    out = bound((q, k, v), call.pages, scoring)
+    assert call.k is not None
+    assert call.v is not None
+    out = bound((call.q, call.k, call.v), call.pages, call.scoring)
     return None if out is None else (out, NO_SUMS)
 
 

@@ -98,14 +98,12 @@ def write_and_attend(call: Call, plan: Plan) -> tuple[Tensor, Tensor]:
 
 def again(call: Call) -> tuple[Tensor, Tensor] | None:
     """Repeats the launches of the first layer of a kind for a similar call; see `bound.py`."""
-    q, k, v, step, layer, scoring, return_lse = call
-    bound: Bound | None = step.kept(("bound", step.config.group_of.get(layer)))
-    storage: Storage = step.storage
-    if bound is None or step.state != "open" or storage.calibrates(layer):
+    bound: Bound | None = call.bound
+    if bound is None or call.step.storage.calibrates(call.layer):
         return None
-    assert k is not None
-    assert v is not None
-    return bound((q, k, v), storage.layer(layer), scoring, return_lse)
+    assert call.k is not None
+    assert call.v is not None
+    return bound((call.q, call.k, call.v), call.pages, call.scoring, call.return_lse)
 
 
 def attend(call: Call, plan: Plan) -> tuple[Tensor, Tensor]:

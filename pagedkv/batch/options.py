@@ -243,7 +243,8 @@ class GenerationOptions:
         self.model._validate_generated_length(config, ids.shape[1], False)
         made = self._made(index, sample)
         processors = self._processors(config, ids, index, made)
-        ends = None if self._replaces(EosTokenCriteria) else config._eos_token_tensor
+        replaced = any(type(criterion) is EosTokenCriteria for criterion in self._custom[1])
+        ends = None if replaced else config._eos_token_tensor
         kinds = {type(processor) for processor in processors}
         by_text = bool(made) or not kinds <= {*WITHOUT_IDS}
         alike: Any = (config.do_sample, config.temperature)
@@ -314,10 +315,6 @@ class GenerationOptions:
         """Returns the tokens a text may reach; a caller's criterion replaces the configured."""
         own = [c.max_length for c in self._custom[1] if type(c) is MaxLengthCriteria]
         return min(own) if own else config.max_length
-
-    def _replaces(self, kind: type) -> bool:
-        """Whether a criterion of the caller replaces transformers' own of this type."""
-        return any(type(criterion) is kind for criterion in self._custom[1])
 
     def _generator(self, own: Mapping[str, Any], sample: int) -> torch.Generator:
         seed = own.get("seed", self._seed)

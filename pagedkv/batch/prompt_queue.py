@@ -84,7 +84,9 @@ class PromptQueue:
 
     def _try_one(self) -> None:
         try:
-            self._read_one()
+            place, prompt = next(self._prompts)
+            own = {name: next(values, ENDED) for name, values in self._own.items()}
+            self._read.append(Coming(place, prompt, own))
         except StopIteration:
             self.is_over = True
         except Exception as error:  # whatever the caller's iterator may raise
@@ -94,11 +96,6 @@ class PromptQueue:
         """Returns the last `count` prompts and how reading ended, as bytes to compare."""
         last = list(self._read)[max(0, len(self._read) - count) :] if count else []
         return spelled([count, self.is_over, repr(self.error), last])
-
-    def _read_one(self) -> None:
-        place, prompt = next(self._prompts)
-        own = {name: next(values, ENDED) for name, values in self._own.items()}
-        self._read.append(Coming(place, prompt, own))
 
     def _is_enough(self, seconds: float) -> bool:
         images = sum(isinstance(coming.prompt, Unread) for coming in self._read)

@@ -1091,10 +1091,6 @@ class PagedKVCache:
         sequences.free(self._tables, names)
         self._recorder.note("free", seqs=[int(seq) for seq in names])
 
-    def _tell_failed(self, call: str, error: BaseException) -> None:
-        """Records that a call found no pages or no memory, where there is a trace."""
-        self._recorder.note("failed", call=call, error=type(error).__name__)
-
     def _rescue(self) -> None:
         if self._tier is not None:
             self._tier.rescue()

@@ -89,7 +89,8 @@ class Explanation:
             )
             if count
         ]
-        said = [f"Of {self.tokens} tokens {self.found} are found{_listed(where)}."]
+        listed = f" ({', '.join(where)})" if where else ""
+        said = [f"Of {self.tokens} tokens {self.found} are found{listed}."]
         if self.reason == "parts":
             said.append(
                 f"At token {self.agrees} the nearest stored text parts: it goes on with "
@@ -104,10 +105,6 @@ class Explanation:
         elif self.store == "none" and self.reason == "new":
             said.append("There is no prefix store: what other processes computed is not found.")
         return " ".join(said)
-
-
-def _listed(parts: list[str]) -> str:
-    return f" ({', '.join(parts)})" if parts else ""
 
 
 def explain(cache: Any, tokens: Tokens, salt: Salt) -> Explanation:

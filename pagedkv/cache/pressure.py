@@ -119,7 +119,7 @@ def retrying(
         try:
             return uninterrupted(attempt, undo)
         except (OutOfPagesError, MemoryError) as error:
-            cache._tell_failed(call, error)
+            cache._recorder.note("failed", call=call, error=type(error).__name__)
             if not isinstance(error, OutOfPagesError):
                 raise
             names = [int(seq) for seq in seqs]

@@ -54,8 +54,10 @@ def numbers_of(
     for at, parts in _images(ids, inputs, places):
         digest = sha256(str(len(at)).encode())
         for name, part in sorted(parts.items()):
-            digest.update(f"{name} {_described(part)}".encode())
-            if isinstance(part, Tensor):
+            is_tensor = isinstance(part, Tensor)
+            said = f"{part.dtype} {list(part.shape)}" if is_tensor else repr(part)
+            digest.update(f"{name} {said}".encode())
+            if is_tensor:
                 # The mask that Whisper's processor returns may be a view that skips elements.
                 flat = part.flatten().cpu().clone(memory_format=torch.contiguous_format)
                 digest.update(flat.view(torch.uint8).numpy().tobytes())
@@ -65,10 +67,6 @@ def numbers_of(
                 digest.update(f"{name} {kinds.tolist()}".encode())
         drawn = np.frombuffer(shake_256(digest.digest()).digest(4 * len(at)), np.uint32)
         yield at, (drawn % FIRST_IMAGE_NUMBER + FIRST_IMAGE_NUMBER).astype(np.int32)
-
-
-def _described(part: Any) -> str:
-    return f"{part.dtype} {list(part.shape)}" if isinstance(part, Tensor) else repr(part)
 
 
 def _images(

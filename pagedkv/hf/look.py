@@ -25,7 +25,6 @@ from pagedkv.ranks import ranks_of
 from .adapters import without_adapters
 from .likeness import COMMON, Rows, Truth, compared, refusal
 from .model import (
-    UNKNOWN,
     device_of,
     named_model,
     require_head,
@@ -62,7 +61,7 @@ def admit(model: Any, unknown: str | None, over: Any) -> None:
         UnsupportedModelError: pages cannot serve it, or it gives something else over them.
         ValueError: `unknown` is neither None nor "check".
     """
-    if unknown not in UNKNOWN:
+    if unknown not in (None, "check"):
         raise ValueError(f"unknown: expected None or 'check', got {unknown!r}")
     if unknown is not None and (said := look_at(without_adapters(model), over)):
         warn(f"model: {said}")

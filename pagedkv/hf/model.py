@@ -132,9 +132,6 @@ def _instead_of(given: Any) -> str:
     return f"; give its `.{found[0]}`" if found else ""
 
 
-UNKNOWN = (None, "check")  # what a caller may ask for a model that no list knows
-
-
 def require_supported(model: PreTrainedModel) -> None:
     """Raises `UnsupportedModelError` with the reason, TypeError for an object that is no model."""
     require_model(model)

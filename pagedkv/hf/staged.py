@@ -19,7 +19,7 @@ from .forward_cache import ForwardCache, changed_after_cache
 
 
 class StagingLayer(Protocol):
-    """The parts of a `PagedLayer` that its staged K and V use."""
+    """The parts of a `PagedLayer` that its staged K and V use, described there."""
 
     index: int
     window: int | None
@@ -28,20 +28,11 @@ class StagingLayer(Protocol):
     staged: Staged | None
 
     @property
-    def cache(self) -> ForwardCache:
-        """The cache of the layer."""
-
-    def open(self, shape: Sequence[int], padding: Tensor | None) -> None:
-        """Opens the step of a forward at the first layer."""
-
-    def mask(self, given: Any) -> Any:
-        """Returns the mask for its attention, from the argument that its attention was given."""
-
-    def chosen(self, handle: Any) -> Tensor | None:
-        """Returns the tokens that queries read, from their handle; None for all."""
-
-    def end_by_hand(self, cache: ForwardCache) -> None:
-        """Commits after the last layer when the caller runs layers one by one."""
+    def cache(self) -> ForwardCache: ...
+    def open(self, shape: Sequence[int], padding: Tensor | None) -> None: ...
+    def mask(self, given: Any) -> Any: ...
+    def chosen(self, handle: Any) -> Tensor | None: ...
+    def end_by_hand(self, cache: ForwardCache) -> None: ...
 
 
 class Staged:

@@ -14,10 +14,6 @@ def warn(message: str) -> None:
     """Warns at the innermost line that belongs neither to us nor to a package between."""
     frame: FrameType | None = sys._getframe(1)
     level = 2
-    while frame is not None and _package_of(frame) in BETWEEN:
+    while frame is not None and str(frame.f_globals.get("__name__")).partition(".")[0] in BETWEEN:
         frame, level = frame.f_back, level + 1
     warnings.warn(message, stacklevel=level)
-
-
-def _package_of(frame: FrameType) -> str:
-    return str(frame.f_globals.get("__name__", "")).partition(".")[0]

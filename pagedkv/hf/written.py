@@ -206,7 +206,7 @@ class Scores(_Noted):
             raise self.strange("max")
         return self
 
-    def weights(self, dim: int) -> Scores:
+    def weights(self, dim: int = -1, *_: Any, **__: Any) -> Scores:
         """Notes their softmax."""
         if self.are_weights or dim % self.like.ndim != self.like.ndim - 1:
             raise self.strange("softmax")
@@ -288,11 +288,6 @@ def slopes_of(bias: Tensor, heads: int, padding: Tensor | None) -> Tensor | None
     return None
 
 
-def _softmax(scores: Any, dim: int = -1, *_: Any, **__: Any) -> Scores:
-    found: Scores = scores.weights(dim)
-    return found
-
-
 def _dropout(weights: Any, p: float = 0.5, training: bool = True, *_: Any, **__: Any) -> Any:
     refuse_strange(p if training else 0.0, {})
     return weights
@@ -322,6 +317,6 @@ _FUNCTIONS: dict[str, Any] = {
     "baddbmm": _added_product,
     "max": Scores.at_least,
     "where": _where,
-    "softmax": _softmax,
+    "softmax": Scores.weights,
     "dropout": _dropout,
 }

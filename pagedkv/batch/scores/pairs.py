@@ -162,12 +162,9 @@ def _is_one(value: Any) -> bool:
     return ids is not None and ids.size > 0
 
 
-def _is_empty(value: Any) -> bool:
-    return hasattr(value, "__len__") and not len(value)
-
-
 def _require_one(value: Any, i: int) -> None:
-    if not _is_one(value) and not _is_empty(value):
+    is_empty = hasattr(value, "__len__") and not len(value)
+    if not (_is_one(value) or is_empty):
         raise TypeError(
             "continuations: expected text or [n] ids, in one list for all prompts or in a list "
             f"for each, got at {i} {type(value).__name__}"
