@@ -126,7 +126,7 @@ class StepImages:
         features = Features.joined([part.features() for part in shown])
         return Inputs(ids[None], positions, self.vision.fed(at, features, self._packed.carrier))
 
-    def _positions(self, batch: Batch, parts: list[Part]) -> Tensor | None:
+    def _positions(self, batch: Batch, parts: list[ImagePart]) -> Tensor | None:
         """Returns positions `[axes, 1, T]`: a prompt's own; behind it the step's plus its offset.
 
         Returns None if the model counts images like text, so that the step's positions are right.
@@ -152,7 +152,7 @@ class StepImages:
                 part.images.features = None
 
 
-class Part(NamedTuple):
+class ImagePart(NamedTuple):
     """The tokens that a step feeds of a prompt with images.
 
     Attributes:
@@ -187,7 +187,7 @@ def _require_text(ids: Ints, inputs: Mapping[str, Any], sense: Sense) -> None:
         )
 
 
-def _parts(batch: Batch) -> list[Part]:
+def _parts(batch: Batch) -> list[ImagePart]:
     """Lists the parts of prompts with images that a step feeds."""
     if batch.counts is None:  # rows only decode
         return []
@@ -197,5 +197,5 @@ def _parts(batch: Batch) -> list[Part]:
             begin, end = row.done, row.done + count
             first, last = np.searchsorted(row.images.places, [begin, end]).tolist()
             places = row.images.places[first:last]
-            found.append(Part(row, row.images, begin, end, stop - count, places))
+            found.append(ImagePart(row, row.images, begin, end, stop - count, places))
     return found

@@ -73,7 +73,7 @@ from .identity import Identity
 from .lock import PagesLock
 from .pressure import OnPressure, PressureHandler, retrying
 from .step_copies import StepCopies
-from .stored_prefixes import StoredPrefixes, Text
+from .stored_prefixes import SaltedText, StoredPrefixes
 from .stored_states import StoredStates
 
 Ids = Any  # integers: a list, an array or a CPU tensor
@@ -247,7 +247,7 @@ class PagedKVCache:
         ids = None if tokens is None else as_ids("tokens", tokens)
         salt = self.identity.salted(salt)
         if self._prefixes is not None and ids is not None:
-            self._prefixes.fetch(Text(self, ids, salt))
+            self._prefixes.fetch(SaltedText(self, ids, salt))
         add = partial(self._add, ids, salt, max_tokens)
         seq = retrying(self._pressure, self, "add", (), add, self._take_back)
         if self._prefixes is not None and ids is not None:

@@ -18,7 +18,7 @@ from pagedkv.pages.checkpoints import PrefixKey
 from pagedkv.pages.prefix import PrefixIndex, leading, page_key, page_keys
 from pagedkv.pages.salts import Salt, first_of
 
-from .stored_prefixes import Text
+from .stored_prefixes import SaltedText
 
 BESIDE = 8  # ids that are shown where texts part
 MOST_OTHERS = 256  # at most so many pages under other salts are followed
@@ -178,7 +178,9 @@ class _Search:
         prefixes = self.cache._prefixes
         if prefixes is None:
             return 0
-        return min(self.wanted.size, prefixes.reach(Text(self.cache, self.tokens, self.salted)))
+        return min(
+            self.wanted.size, prefixes.reach(SaltedText(self.cache, self.tokens, self.salted))
+        )
 
     def _behind_windows(self) -> int:
         """Counts tokens of pages that every layer group without a window has."""

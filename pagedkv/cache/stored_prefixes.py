@@ -30,7 +30,7 @@ from pagedkv.storage.memory import host_memory
 MOST_ROOTS = 4096  # at most so many salts' first keys are remembered
 
 
-class Text:
+class SaltedText:
     """A text under a salt, and the cache that is asked for it.
 
     Args:
@@ -42,9 +42,9 @@ class Text:
         self.cache, self.tokens, self.salt = cache, tokens, salt
         self.tables: PageTables = cache._tables
 
-    def cut(self, length: int) -> Text:
-        """Returns a `Text` of the first tokens."""
-        return Text(self.cache, self.tokens[:length], self.salt)
+    def cut(self, length: int) -> SaltedText:
+        """Returns a `SaltedText` of the first tokens."""
+        return SaltedText(self.cache, self.tokens[:length], self.salt)
 
     def pages(self) -> Ints:
         """Returns `[groups, n]`: the page of each complete page of the text; -1 if not cached."""
@@ -112,7 +112,7 @@ class StoredPrefixes:
         """Whether prefixes can be found: the cache must know which model computes its K and V."""
         return bool(self._root(cache, b""))
 
-    def reach(self, text: Text) -> int:
+    def reach(self, text: SaltedText) -> int:
         """Counts a prompt's tokens in files, with the pages before them; 0 if no file has more."""
         here = self._in_cache(text)
         there = self._stored_to(self._keys(text), here)
@@ -120,13 +120,13 @@ class StoredPrefixes:
 
     # ------------------------------------------------------------------ prompts come and are done
 
-    def fetch(self, text: Text) -> None:
+    def fetch(self, text: SaltedText) -> None:
         """Loads stored pieces of a prompt that the cache lacks into pages."""
         has_room = text.tables.free_rows and text.tokens.size <= text.tables.max_length
         if text.cache.open_step is None and has_room:
             self._fetch(text)
 
-    def _fetch(self, text: Text) -> None:
+    def _fetch(self, text: SaltedText) -> None:
         keys = self._keys(text)
         if not keys:
             return
@@ -170,7 +170,7 @@ class StoredPrefixes:
                 del self._computing[seq]
             if self.store.may_write_first():
                 whole = min(computed, tokens.size) // self._size
-                self._write(Text(cache, tokens, salt), range(whole), first=True)
+                self._write(SaltedText(cache, tokens, salt), range(whole), first=True)
 
     def keep(self, cache: Any, seq: int, salt: Salt) -> int:
         """Writes the findable part of a text; returns how many of its tokens are stored."""
@@ -181,12 +181,12 @@ class StoredPrefixes:
         self._write(text, range(len(keys)), first=False)
         return self._stored_to(keys, 0) * self._size
 
-    def _text_of(self, cache: Any, seq: int, salt: Salt) -> Text:
-        return Text(cache, text_of(cache._tables, cache._tables.row_of(seq)), salt)
+    def _text_of(self, cache: Any, seq: int, salt: Salt) -> SaltedText:
+        return SaltedText(cache, text_of(cache._tables, cache._tables.row_of(seq)), salt)
 
     # ------------------------------------------------------------------ one piece
 
-    def _load(self, text: Text, key: bytes, first: int, with_state: bool = False) -> bool:
+    def _load(self, text: SaltedText, key: bytes, first: int, with_state: bool = False) -> bool:
         """Loads a piece into pages that are findable and have no owner; returns whether it did.
 
         Args:
@@ -215,7 +215,7 @@ class StoredPrefixes:
             return False
         return True
 
-    def _write(self, text: Text, numbers: Iterable[int], first: bool) -> None:
+    def _write(self, text: SaltedText, numbers: Iterable[int], first: bool) -> None:
         """Writes pieces of a text that are not stored yet, if the cache has their pages."""
         keys = self._keys(text)
         numbers = [n for n in numbers if n < len(keys) and not self.store.has(keys[n])]
@@ -260,14 +260,14 @@ class StoredPrefixes:
         cache.identity.forget_stale(cache.clear_prefixes)
         return bool(self._roots)
 
-    def _keys(self, text: Text) -> list[bytes]:
+    def _keys(self, text: SaltedText) -> list[bytes]:
         """Returns the keys of a text's pieces; none while the model of its K and V is unknown."""
         if text.tokens.size < self._size:
             return []
         chain = self._chain(text)
         return page_keys(chain, text.tokens, self._size) if chain.root else []
 
-    def _chain(self, text: Text) -> Chain:
+    def _chain(self, text: SaltedText) -> Chain:
         """Returns the chain of the keys of pieces."""
         mixed = mixed_in(text.salt, self._size)
         return Chain(self._root(text.cache, first_of(text.salt)), mixed)
@@ -286,7 +286,7 @@ class StoredPrefixes:
             root = self._roots[salt] = weights and pieces.root(weights, cache.config, salt)
         return root
 
-    def _in_cache(self, text: Text) -> int:
+    def _in_cache(self, text: SaltedText) -> int:
         """Counts leading pieces in the cache; windows matter only if all groups have one."""
         whole = text.cut(text.tokens.size // self._size * self._size)
         if not self._whole:
@@ -294,7 +294,7 @@ class StoredPrefixes:
         here: Any = whole.pages()[self._whole] >= 0
         return leading(here.all(0)) // self._columns
 
-    def _first_needed(self, text: Text, keys: list[bytes], here: int, there: int) -> int:
+    def _first_needed(self, text: SaltedText, keys: list[bytes], here: int, there: int) -> int:
         """Returns the first of `there` pieces to load, if the cache has `here` of them."""
         if not self._bounded or not there or keys[there - 1] in self._windows_tried:
             return here

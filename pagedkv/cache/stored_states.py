@@ -17,7 +17,7 @@ from pagedkv.pages import sequences
 from pagedkv.pages.salts import Salt
 from pagedkv.saving import pieces
 
-from .stored_prefixes import StoredPrefixes, Text
+from .stored_prefixes import SaltedText, StoredPrefixes
 
 EMPTY = np.empty(0, dtype=np.int32)
 
@@ -31,11 +31,11 @@ class StoredStates(StoredPrefixes):
         # By row, the prompt of its last sequence with one; a sequence's row is its id modulo rows.
         self._prompts: dict[int, tuple[Tokens, Salt]] = {}
 
-    def reach(self, text: Text) -> int:
+    def reach(self, text: SaltedText) -> int:
         there = self._stored_to(self._keys(text), self._in_cache(text))
         return self._longest(text.cut(-1), self._held(text), there)[0]
 
-    def _fetch(self, text: Text) -> None:
+    def _fetch(self, text: SaltedText) -> None:
         """Loads pages first, also the pages behind the last state.
 
         From the pages that are there the caller sees where a state is worth keeping.
@@ -45,7 +45,7 @@ class StoredStates(StoredPrefixes):
         self._fetch_state(text)
         self.tokens_found = before + max(0, self._held(text) - held)
 
-    def _fetch_state(self, text: Text) -> None:
+    def _fetch_state(self, text: SaltedText) -> None:
         held, here = self._held(text), self._in_cache(text)
         length, key = self._longest(text.cut(-1), held, here)
         if length:
@@ -55,7 +55,7 @@ class StoredStates(StoredPrefixes):
         elif held:  # a second text has it
             self._write_state(text.cut(held), first=False)
 
-    def _held(self, text: Text) -> int:
+    def _held(self, text: SaltedText) -> int:
         return sequences.stored_prefix(text.tables, text.tokens, text.salt)[1]
 
     def expect(self, seq: int, tokens: Tokens, salt: Salt) -> None:
@@ -66,7 +66,7 @@ class StoredStates(StoredPrefixes):
         tokens, salt = self._prompts.get(seq % self._rows, (EMPTY, b""))
         length = cache.length(seq)
         if length <= tokens.size and cache.open_step is None and self.store.may_write_first():
-            self._write_state(Text(cache, tokens[:length], salt), first=True)
+            self._write_state(SaltedText(cache, tokens[:length], salt), first=True)
 
     def keep(self, cache: Any, seq: int, salt: Salt) -> int:
         """Writes like `StoredPrefixes.keep`, and keeps the sequence's current state, too."""
@@ -80,7 +80,7 @@ class StoredStates(StoredPrefixes):
 
     # ------------------------------------------------------------------ one state
 
-    def _longest(self, text: Text, above: int, pieces_there: int) -> tuple[int, bytes]:
+    def _longest(self, text: SaltedText, above: int, pieces_there: int) -> tuple[int, bytes]:
         """Finds the longest prefix with a stored state: its length, and the key of the file.
 
         Args:
@@ -103,7 +103,7 @@ class StoredStates(StoredPrefixes):
                     return start + count, keys[count]
         return 0, b""
 
-    def _write_state(self, text: Text, first: bool) -> None:
+    def _write_state(self, text: SaltedText, first: bool) -> None:
         """Writes the state at a text's end, if the cache keeps one, and the pieces before it."""
         keys, chain, tokens = self._keys(text), self._chain(text), text.tokens
         number = len(keys)

@@ -64,17 +64,17 @@ class Activations(StandIns):
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
         found = (part for part in model.modules() if is_plain(part))
-        self._sites = [_Forward(part, self._threads) for part in found]
+        self._sites = [_InVectors(part, self._threads) for part in found]
 
 
 def is_plain(module: nn.Module) -> bool:
     """Whether a module is an activation that computes each number from itself."""
     held = len(module._parameters) + len(module._modules) + len(module._buffers)
     forward = vars(module).get("forward")  # in the middle of a step it is ours
-    return type(module) in _PLAIN and not held and isinstance(forward, (_Forward, type(None)))
+    return type(module) in _PLAIN and not held and isinstance(forward, (_InVectors, type(None)))
 
 
-class _Forward(StandIn):
+class _InVectors(StandIn):
     """The forward of an activation."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

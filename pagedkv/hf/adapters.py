@@ -23,7 +23,7 @@ NO_ADAPTER = "__base__"  # what PEFT calls a row that has none
 PLAIN_FORWARDS = ("BaseTuner", "AdaLoraModel")
 
 
-class Part(NamedTuple):
+class ModelPart(NamedTuple):
     """A module of a model.
 
     Attributes:
@@ -89,14 +89,14 @@ def _holds_adapters(kind: type) -> bool:
     return all(isinstance(getattr(kind, name, None), property) for name in names)
 
 
-def parts_of(model: nn.Module, adapters: bool = True) -> Iterator[Part]:
+def parts_of(model: nn.Module, adapters: bool = True) -> Iterator[ModelPart]:
     """Yields every module of a model that is not empty, once.
 
     Args:
         adapters: include the modules in which PEFT's layers keep their adapters' tensors.
     """
     seen = set()
-    left = [Part("", model, False)]
+    left = [ModelPart("", model, False)]
     while left:
         part = left.pop()
         path, module, inside = part
@@ -105,16 +105,16 @@ def parts_of(model: nn.Module, adapters: bool = True) -> Iterator[Part]:
         seen.add(id(module))
         kind: Any = type(module)
         holds = _holds_adapters(kind)
-        yield Part(f"{path}+", module, True) if holds else part
+        yield ModelPart(f"{path}+", module, True) if holds else part
         for name, child in module._modules.items():
             if child is None or not (child._modules or child._parameters or child._buffers):
                 continue
             if not holds:
-                left.append(Part(f"{path}.{name}", child, inside))
+                left.append(ModelPart(f"{path}.{name}", child, inside))
             elif name in WRAPPED:
-                left.append(Part(path, child, inside))
+                left.append(ModelPart(path, child, inside))
             elif adapters:
-                left.append(Part(f"{path}+{name}", child, True))
+                left.append(ModelPart(f"{path}+{name}", child, True))
 
 
 class Held(NamedTuple):

@@ -30,7 +30,7 @@ from .activations import is_plain
 from .adapters import parts_of
 from .model import text_config
 from .norms import NormForward, norms_of
-from .snapshot import Seen, snapshot
+from .snapshot import SeenTensor, snapshot
 from .swapped import StandIns, Swapped, is_its_own
 from .telling import warn
 
@@ -253,7 +253,9 @@ class PackedForward(Swapped):
 
     module: nn.Linear
 
-    def __init__(self, layer: nn.Linear, seen: Seen, packed: Packed, threads: list[int]) -> None:
+    def __init__(
+        self, layer: nn.Linear, seen: SeenTensor, packed: Packed, threads: list[int]
+    ) -> None:
         super().__init__(layer, seen, threads)
         self.packed = packed
 

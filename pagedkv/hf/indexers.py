@@ -65,7 +65,7 @@ class IndexedLayer(PagedLayer):
         if cache.forward_layer != self.index:  # else K and V are staged already
             self.begin()
         PagedLayer.open(self, (mask.shape[0], 1, mask.shape[-2]), mask.padding)
-        return _Call(self, indexer, args, kwargs, mask).begin()
+        return _IndexerCall(self, indexer, args, kwargs, mask).begin()
 
     def _mask_of_tokens(self, given: list[Tensor]) -> MaskHandle:
         """Makes a causal mask if a model makes none: from `[B, q]`, which tokens are no padding."""
@@ -186,7 +186,7 @@ class _Row(NamedTuple):
         return int(self.tokens.stop - self.tokens.start)
 
 
-class _Call(CallByParts):
+class _IndexerCall(CallByParts):
     """An indexer's work in one step, row by row."""
 
     def __init__(

@@ -109,14 +109,14 @@ class StagedLatents(Staged):
             raise changed_after_cache(call.layer)
         return call.absorbed_again(slice(None), rows)
 
-    def _call(self, q: Tensor, step: StepMetadata, terms: dict[str, Any]) -> _Call:
+    def _call(self, q: Tensor, step: StepMetadata, terms: dict[str, Any]) -> _LatentCall:
         assert self.made is not None
         packed, (module, k, v), rank = self.layer.cache.packed, self.made, self.v.shape[-1]
         for name, x in (("k", k), ("v", v)):  # the absorbed form detaches weights
             check_grad(name, x)
         latents, made = packed(self.k), Expansion(module, packed(k), packed(v))
         halves = Halves.of(made, q, latents, rank)
-        return _Call(q, latents, made, halves, step, self.layer.index, rank, terms)
+        return _LatentCall(q, latents, made, halves, step, self.layer.index, rank, terms)
 
 
 class Halves(NamedTuple):
@@ -176,7 +176,7 @@ def _require_same(made: Expansion, halves: Halves, latents: Tensor) -> None:
             )
 
 
-class _Call(NamedTuple):
+class _LatentCall(NamedTuple):
     """One layer's attention in one step, `[T, ...]` each."""
 
     q: Tensor

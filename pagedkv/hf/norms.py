@@ -19,7 +19,7 @@ from pagedkv.kernels.c.rms_norm import rms_norm, why_not
 from pagedkv.kernels.torch import rms_norm as twin
 from pagedkv.kernels.torch.rms_norm import bounds
 
-from .snapshot import Seen
+from .snapshot import SeenTensor
 from .swapped import Swapped, is_its_own
 
 How = tuple[float, float, bool]  # eps, the number added to weights, whether rows are rounded before
@@ -28,7 +28,7 @@ How = tuple[float, float, bool]  # eps, the number added to weights, whether row
 class NormForward(Swapped):
     """The forward of an RMS norm."""
 
-    def __init__(self, module: nn.Module, seen: Seen, threads: list[int], how: How) -> None:
+    def __init__(self, module: nn.Module, seen: SeenTensor, threads: list[int], how: How) -> None:
         super().__init__(module, seen, threads)
         self.how, self.state = how, _state_of(module)
 
@@ -42,7 +42,7 @@ class NormForward(Swapped):
 
 
 def norms_of(
-    weights: Mapping[nn.Module, Seen | None],
+    weights: Mapping[nn.Module, SeenTensor | None],
     before: Mapping[nn.Module, NormForward],
     threads: list[int],
 ) -> dict[nn.Module, NormForward]:

@@ -17,7 +17,7 @@ from .adapters import state_of, tensors_of
 from .samples import bits
 
 
-class Seen(NamedTuple):
+class SeenTensor(NamedTuple):
     """A tensor at the time of a snapshot.
 
     Attributes:
@@ -34,19 +34,21 @@ class Seen(NamedTuple):
     bits: bytes
     of_adapter: bool
 
-    def is_same(self, other: Seen) -> bool:
+    def is_same(self, other: SeenTensor) -> bool:
         """Whether nothing shows that the tensor was changed in between."""
         return self.tensor() is other.tensor() and self[1:4] == other[1:4]
 
 
-Snapshot = dict[str, Seen]
+Snapshot = dict[str, SeenTensor]
 
 
 def snapshot(model: nn.Module) -> Snapshot:
     """Notes the weights of a model as they are now, by name."""
     held = list(tensors_of(model))
     return {
-        each.name: Seen(weakref.ref(each.tensor), *_counted(each.tensor), some, each.of_adapter)
+        each.name: SeenTensor(
+            weakref.ref(each.tensor), *_counted(each.tensor), some, each.of_adapter
+        )
         for each, some in zip(held, bits([each.tensor for each in held]))
     }
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .snapshot import Seen
+from .snapshot import SeenTensor
 
 _SITES = Lock()  # one for all models: two kinds of packed weights may come and go at once
 
@@ -93,7 +93,7 @@ class Swapped(StandIn):
         threads: those that compute a step.
     """
 
-    def __init__(self, module: nn.Module, seen: Seen, threads: list[int]) -> None:
+    def __init__(self, module: nn.Module, seen: SeenTensor, threads: list[int]) -> None:
         super().__init__(module, threads)
         weight = seen.tensor()
         assert weight is not None

@@ -60,7 +60,7 @@ class Told(NamedTuple):
         return cls(kept_copy(ids) if stands_in else None, positions, types, stands_in)
 
 
-class _Forward(NamedTuple):
+class _Added(NamedTuple):
     """The tokens that a forward has added.
 
     Attributes:
@@ -87,7 +87,7 @@ class Texts:
         self._table[1] = np.arange(self._table.shape[-1])
         for i, row in enumerate(rows):
             self._table[0, i, : len(row)] = row
-        self._waiting: list[_Forward] = []
+        self._waiting: list[_Added] = []
 
     @classmethod
     def unknown(cls, lengths: Sequence[int]) -> Texts:
@@ -132,7 +132,7 @@ class Texts:
         if len(self._lengths) != batch and not self._waiting:
             self._table = np.empty((2, batch, 0), np.int32)
             self._lengths = np.zeros(batch, np.int64)
-        self._waiting.append(_Forward(told, column, columns, added))
+        self._waiting.append(_Added(told, column, columns, added))
         if len(self._waiting) == WAITING:
             self._settle()
 

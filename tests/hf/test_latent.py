@@ -27,13 +27,13 @@ def calls(monkeypatch):
     """How many rows' tokens were attended in each form, in order."""
     found = []
     for form in ("_meeting", "expanded"):
-        plain = getattr(latent._Call, form)
+        plain = getattr(latent._LatentCall, form)
 
         def noted(self, *args, form=form, plain=plain):
             found.append(form)
             return plain(self, *args)
 
-        monkeypatch.setattr(latent._Call, form, noted)
+        monkeypatch.setattr(latent._LatentCall, form, noted)
     return found
 
 

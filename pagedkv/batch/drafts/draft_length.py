@@ -9,7 +9,7 @@ MEMORY = 0.9  # what drafts count falls to this with each step: about ten steps 
 EVERY = 16  # steps after which a row that gets no drafts is tried again
 
 
-class Pace:
+class DraftLength:
     """The number of drafts for one row: as many as are all right with a chance of `WORTH`.
 
     Args:

@@ -33,7 +33,7 @@ from pagedkv.pages.salts import Salt
 from pagedkv.ranks import ALONE, Ranks
 from pagedkv.step.metadata import StepMetadata
 
-from .draft_length import Pace
+from .draft_length import DraftLength
 from .draft_model import DraftModel
 
 NONE = np.empty(0, np.int32)
@@ -46,7 +46,7 @@ class Follower:
     Attributes:
         row: whose text its sequence follows.
         rules: how its drafts are chosen: by the row's rules, without those that look at ids.
-        pace: how many drafts it gets.
+        draft_length: how many drafts it gets.
         seq: its sequence in the pages of the draft model.
         done: tokens of the row's text that are committed there.
         fed: drafts that are committed behind them.
@@ -55,7 +55,7 @@ class Follower:
 
     row: Row
     rules: RowRules
-    pace: Pace
+    draft_length: DraftLength
     seq: int = NOT_RUNNING
     done: int = 0
     fed: list[int] = field(default_factory=list)
@@ -151,7 +151,7 @@ class ModelDrafts:
             follower = self._follower(row)
             self._learn(follower)
             limit = min(limit, budget, self.model.longest - row.length)
-            wanted = min(limit, follower.pace.next()) if limit > 0 else 0
+            wanted = min(limit, follower.draft_length.next()) if limit > 0 else 0
             if wanted > 0:
                 asking.append((follower, wanted))
                 budget -= wanted
@@ -191,7 +191,7 @@ class ModelDrafts:
         right = leading(np.equal(follower.drafted[:most], since[:most]))
         # Verified drafts bring the row one token more than were right; otherwise they were dropped.
         if follower.drafted and right < len(since):
-            follower.pace.learn(len(follower.drafted), right)
+            follower.draft_length.learn(len(follower.drafted), right)
             self._right += right
             self._tried += right + (right < len(follower.drafted))
         follower.length, follower.drafted = row.length, []
@@ -208,8 +208,8 @@ class ModelDrafts:
 
     def _follower(self, row: Row) -> Follower:
         if row not in self._of:
-            pace = Pace(self.model.width - 1, self._right / self._tried)
-            self._of[row] = Follower(row, _rules_of(row), pace)
+            draft_length = DraftLength(self.model.width - 1, self._right / self._tried)
+            self._of[row] = Follower(row, _rules_of(row), draft_length)
         return self._of[row]
 
     def _chunks(self, asking: Sequence[tuple[Follower, int]]) -> list[Chunk]:
@@ -224,7 +224,7 @@ class ModelDrafts:
                 continue
             ids = follower.row.since(follower.done)
             if int(ids.max()) >= self.model.vocabulary:  # the number of an image is no id
-                follower.pace.pause()
+                follower.draft_length.pause()
                 continue
             count = min(len(ids), room)
             if count > 1:
@@ -242,7 +242,7 @@ class ModelDrafts:
         row = follower.row
         ids = row.text()
         if int(ids.max()) >= self.model.vocabulary:
-            follower.pace.pause()
+            follower.draft_length.pause()
             return False
         found = self.cache.stored_prefix(ids, salt=row.salt)[1]
         least = found + self.cache.config.page_size
@@ -253,7 +253,7 @@ class ModelDrafts:
                 follower.seq = self.cache.add(ids, salt=row.salt)
                 follower.done = self.cache.length(follower.seq)
         except (OutOfPagesError, TooManySequencesError):
-            follower.pace.pause()
+            follower.draft_length.pause()
             return False
         return True
 
@@ -266,7 +266,7 @@ class ModelDrafts:
                 )
             except OutOfPagesError:
                 last = chunks.pop().follower
-                last.pace.pause()
+                last.draft_length.pause()
                 self._free(last)
         return None
 

@@ -16,7 +16,7 @@ from pagedkv.pages.salts import Salt
 
 
 @dataclass(frozen=True)
-class Given:
+class Choice:
     """A continuation: its prompt's place, its own place among that prompt's, and its ids `[m]`."""
 
     index: int
@@ -30,7 +30,7 @@ class Context:
 
     ids: Ints
     salt: Salt
-    continuations: list[Given]
+    continuations: list[Choice]
 
 
 def by_prompt(continuations: Any, prompts: int) -> list[list[Any]]:
@@ -102,7 +102,7 @@ def contexts_of(
             ids = np.array([start], np.int64)
         key = salts[pair.index], ids.tobytes()
         context = found.setdefault(key, Context(ids, salts[pair.index], []))
-        context.continuations.append(Given(pair.index, pair.choice, after))
+        context.continuations.append(Choice(pair.index, pair.choice, after))
     return list(found.values())
 
 

@@ -6,16 +6,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pagedkv.batch.drafts.draft_length import EVERY, WORTH, Pace
+from pagedkv.batch.drafts.draft_length import EVERY, WORTH, DraftLength
 
 
 def widths(right, steps, most=8):
     """Drafts of each step, where `right` tells how many of so many are right."""
-    pace, given = Pace(most), []
+    length, given = DraftLength(most), []
     for _ in range(steps):
-        given.append(pace.next())
+        given.append(length.next())
         if given[-1]:
-            pace.learn(given[-1], right(given[-1]))
+            length.learn(given[-1], right(given[-1]))
     return given
 
 
@@ -45,20 +45,20 @@ def test_a_row_that_was_never_right_is_tried_seldom():
 
 
 def test_a_text_that_has_become_easy_gets_more_again():
-    pace = Pace(4)
+    length = DraftLength(4)
     for _ in range(10):
-        pace.learn(4, 0)
+        length.learn(4, 0)
     given = []
     for _ in range(100):
-        given.append(pace.next())
+        given.append(length.next())
         if given[-1]:
-            pace.learn(given[-1], given[-1])
+            length.learn(given[-1], given[-1])
     assert given[: EVERY - 1] == [0] * (EVERY - 1)
     assert given[-1] == 4
 
 
 def test_what_stands_behind_a_wrong_draft_says_nothing():
-    one, other = Pace(8), Pace(8)
+    one, other = DraftLength(8), DraftLength(8)
     for _ in range(5):
         one.learn(8, 1)
         other.learn(2, 1)
@@ -67,22 +67,22 @@ def test_what_stands_behind_a_wrong_draft_says_nothing():
 
 @pytest.mark.parametrize(("chance", "first"), [(1.0, 4), (0.8, 4), (WORTH, 1), (0.1, 0), (0, 0)])
 def test_a_row_begins_with_what_others_had(chance, first):
-    assert Pace(4, chance).next() == first
+    assert DraftLength(4, chance).next() == first
 
 
 def test_a_row_that_is_paused_comes_back():
-    pace = Pace(4)
-    pace.pause()
-    assert [pace.next() for _ in range(EVERY + 1)] == [0] * EVERY + [4]
+    length = DraftLength(4)
+    length.pause()
+    assert [length.next() for _ in range(EVERY + 1)] == [0] * EVERY + [4]
 
 
 @given(st.integers(1, 12), st.floats(0, 1), st.lists(st.floats(0, 1), max_size=60))
 def test_a_row_never_gets_more_than_it_may_and_never_stops_for_good(most, chance, shares):
-    pace, since = Pace(most, chance), 0
+    length, since = DraftLength(most, chance), 0
     for share in shares:
-        drafts = pace.next()
+        drafts = length.next()
         assert 0 <= drafts <= most
         since = 0 if drafts else since + 1
         assert since < EVERY
         if drafts:
-            pace.learn(drafts, round(share * drafts))
+            length.learn(drafts, round(share * drafts))
