@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -15,20 +15,9 @@ from pagedkv.step.metadata import StepMetadata
 
 if TYPE_CHECKING:
     from .image_prompts import ImagePrompt
+    from .sampling import RowRules
 
 NOT_RUNNING = -1
-
-
-class Rules(Protocol):
-    """The rules by which a row's tokens are chosen, as far as the row itself uses them."""
-
-    limit: int
-    ends: frozenset[int]
-    looks_back: bool
-    follows: bool
-
-    def ended(self, token: int, length: int) -> bool:
-        """Whether a criterion ends the text at `token`; asked of rules that follow the text."""
 
 
 class Row:
@@ -62,7 +51,7 @@ class Row:
         self.salt = salt
         self.samples: list[Row] = []
         self.images: ImagePrompt | None = None
-        self.rules: Any = None  # `Rules`, and what `sampling.py` uses beside
+        self.rules: Any = None  # `RowRules` of a row that generates
         self.tokens: list[int] = []
         self.length = len(prompt)
         self.key = prompt.tobytes()  # sorts rows that begin alike side by side
@@ -106,7 +95,7 @@ class Row:
 
     def take(self, token: int) -> bool:
         """Appends a token; returns whether that finishes the row."""
-        rules: Rules = self.rules
+        rules: RowRules = self.rules
         self.tokens.append(token)
         self.length += 1
         if token in rules.ends or (rules.follows and rules.ended(token, self.length)):

@@ -162,17 +162,16 @@ class Transaction:
             if layer.staged is not None:
                 raise changed_after_cache(layer.index)
         layers, passed = len(cache.paged), cache.forward_layer + 1
-        if passed == layers:
-            if not cache.all_attended_again:
-                raise UnsupportedModelError(
-                    f"{cache.attended_again} of {cache.shared_layers} layers without K and V of "
-                    "their own attended over the pages of others: the others were given copies"
-                )
-            return
-        raise UnsupportedModelError(
-            f"{type(self.outermost).__name__}: its forward passed {passed} of {layers} layers "
-            "through the cache it was given"
-        )
+        if passed != layers:
+            raise UnsupportedModelError(
+                f"{type(self.outermost).__name__}: its forward passed {passed} of {layers} layers "
+                "through the cache it was given"
+            )
+        if not cache.all_attended_again:
+            raise UnsupportedModelError(
+                f"{cache.attended_again} of {cache.shared_layers} layers without K and V of "
+                "their own attended over the pages of others: the others were given copies"
+            )
 
 
 class _Transactions(list[Transaction]):
