@@ -206,7 +206,7 @@ class HostPages:
         text is rescued rather than its end.
 
         Returns:
-            The pages to copy, and their host pages, which are owned until `drop_rescued`.
+            The pages to copy, and their host pages, which are owned until the caller drops them.
         """
         versions = np.array([page.version for page in pages])
         filled = np.array([page.filled for page in pages])
@@ -226,10 +226,6 @@ class HostPages:
                 chosen.append(pages[i])
         chosen.reverse()
         return chosen, self._take(np.array([page.segment for page in chosen], dtype=np.int64))
-
-    def drop_rescued(self, hosts: Ints) -> None:
-        """Ends the ownership of rescued pages: filled ones are cached now, the others free."""
-        self.pool.drop(hosts)
 
     def match(self, chain: Chain, tokens: Tokens) -> Match:
         """Finds the longest prefix of `tokens` in host pages."""

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from pagedkv.arrays import Ints
 from pagedkv.storage.dense import DenseStorage
+from pagedkv.storage.memory import runs_of
 
 from .rate import Rate
 
@@ -78,7 +79,7 @@ class HostStorage:
                 by_page = {name: x.transpose(0, 1).contiguous() for name, x in taken.items()}
                 if self._on_card and part.stop >= pages.size:
                     caller.wait_event(self._stream.record_event())
-                for at, here in _runs(hosts[part]):
+                for at, here in runs_of(hosts[part]):
                     for name, slab in slabs.items():
                         slab[at].copy_(by_page[name][here], non_blocking=True)
 
@@ -91,7 +92,7 @@ class HostStorage:
                 for name, slab in slabs.items():
                     shape = (hosts[part].size, *slab.shape[1:])
                     new = torch.empty(shape, dtype=slab.dtype, device=self._storage.device)
-                    for at, here in _runs(hosts[part]):
+                    for at, here in runs_of(hosts[part]):
                         new[here].copy_(slab[at], non_blocking=True)
                     parts[name] = new.transpose(0, 1)
                 self._storage.put_in(group, pages[part], parts, kind)
@@ -129,12 +130,3 @@ class HostStorage:
     def _current(self) -> Any:
         """Returns the stream that the caller works on."""
         return torch.cuda.current_stream(self._storage.device) if self._on_card else None
-
-
-def _runs(hosts: Ints) -> Iterator[tuple[slice, slice]]:
-    """Yields runs of neighbouring host pages: the slice of their ids, their slice of `hosts`."""
-    ends = np.flatnonzero(np.diff(hosts, append=-2) != 1) + 1
-    begin = 0
-    for end in ends.tolist():
-        yield slice(int(hosts[begin]), int(hosts[begin]) + end - begin), slice(begin, end)
-        begin = end

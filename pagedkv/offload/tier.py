@@ -225,7 +225,7 @@ class HostTier:
                 self._copy_out(records, hosts)
                 self.pages.fill(records, hosts)
         finally:
-            self.pages.drop_rescued(hosts)
+            self.pages.pool.drop(hosts)  # filled ones are cached now, the others free
 
     def extend(self, row: int, tokens: Tokens) -> bool:
         """Brings back pages of a new sequence's prompt that follow the pages found on the device.

@@ -77,11 +77,8 @@ def _check_rows(tables: PageTables, rows: np.ndarray, plan: PagePlan | None) -> 
     pool, size = tables.pool, tables.page_size
     open_rows = set(plan.rows.tolist()) if plan else set()
     for row in rows.tolist():
-        seq, length, columns = (
-            tables.seqs[row],
-            int(tables.lengths[row]),
-            int(tables.num_pages[row]),
-        )
+        seq = tables.seqs[row]
+        length, columns = int(tables.lengths[row]), int(tables.num_pages[row])
         if row in tables.offloaded:
             if columns or (tables.tables[:, row] >= 0).any():
                 raise CorruptCacheError(f"sequence {seq} is offloaded and has pages")
@@ -89,10 +86,8 @@ def _check_rows(tables: PageTables, rows: np.ndarray, plan: PagePlan | None) -> 
         if row not in open_rows and columns != -(-length // size):
             raise CorruptCacheError(f"sequence {seq} has {columns} pages for {length} tokens")
         for group, table in enumerate(tables.tables[:, row]):
-            first, held = (
-                int(tables.first_kept[group, row]),
-                columns - int(tables.evicted[group, row]),
-            )
+            first = int(tables.first_kept[group, row])
+            held = columns - int(tables.evicted[group, row])
             if (table[held:] >= 0).any():
                 raise CorruptCacheError(f"sequence {seq} has pages beyond its end")
             table = table[:held]

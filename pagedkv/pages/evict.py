@@ -10,6 +10,7 @@ its later pages become findable.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -176,8 +177,7 @@ class Evictor:
                     merged.append((group, stay, self._merge(group, leave, stay)))
         for group, stay, write in merged:
             # With merged values the pages hold no prefix of other texts any more.
-            for page in stay[tables.pool.findable[stay]].tolist():
-                tables.index.forget(group, page)
+            tables.index.forget(group, stay[tables.pool.findable[stay]].tolist())
             tables.pool.renew(stay)
             write()
         evict(tables, leaving)
@@ -262,16 +262,17 @@ def _level(whole: Ints, spare: Ints, wanted: int) -> Ints:
         whole: `[owners]`, whole pages of each.
         spare: `[owners]`, pages that each may give.
     """
-    low, high = 0, int(whole.max())
-    while low < high:  # the highest level that yields enough
-        middle = (low + high + 1) // 2
-        enough = np.minimum(spare, np.maximum(whole - middle, 0)).sum() >= wanted
-        low, high = (middle, high) if enough else (low, middle - 1)
-    given = np.minimum(spare, np.maximum(whole - low, 0))
+
+    def above(level: int) -> Ints:
+        return np.minimum(spare, np.maximum(whole - level, 0))
+
+    levels = range(1, int(whole.max()) + 1)
+    level = bisect_left(levels, True, key=lambda level: above(level).sum() < wanted)
+    given = above(level)
     # The next higher level yields too little. So some owners that would give one page less there
     # keep this page.
     surplus = max(0, int(given.sum()) - wanted)
-    last = np.flatnonzero(given > np.minimum(spare, np.maximum(whole - low - 1, 0)))
+    last = np.flatnonzero(given > above(level + 1))
     given[last[:surplus]] -= 1
     return given
 
@@ -322,7 +323,7 @@ def evict(tables: PageTables, entries: TableEntries) -> None:
     if not pages.size:
         return
     for page in pages[pool.findable[pages]].tolist():
-        tables.index.forget(int(pool.group_of[page]) // tables.kinds, page)
+        tables.index.forget(int(pool.group_of[page]) // tables.kinds, [page])
     pool.drop(pages)
     if tables.notes is not None:
         tables.notes.evicted.append(pages)

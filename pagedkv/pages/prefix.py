@@ -195,11 +195,7 @@ class PrefixIndex:
         found = np.array(self._columns(keys), dtype=np.int64)
         return found.reshape(len(self._full), len(keys))
 
-    def forget(self, group: int, page: int) -> None:
-        """Takes a page out of the index, under both of its keys."""
-        self.forget_all(group, [page])
-
-    def forget_all(self, group: int, pages: list[int]) -> None:
+    def forget(self, group: int, pages: list[int]) -> None:
         """Takes pages of a group out of the index, under all of their keys."""
         full, partials = self._full[group], self._partial[group]
         for page in pages:
@@ -215,7 +211,7 @@ class PrefixIndex:
     def recycle(self, group: int, pages: list[int]) -> None:
         """Takes pages of a group out of the index, because they are reused for other texts."""
         self.recycled.extend(filter(None, map(self._key_of.get, pages)))
-        self.forget_all(group, pages)
+        self.forget(group, pages)
 
     def forget_full(self, group: int, page: int) -> None:
         """Withdraws a full page's key; the page stays findable by its partial key."""

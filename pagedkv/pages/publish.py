@@ -100,7 +100,7 @@ def _share_published(tables: PageTables, group: int, row: int, column: int) -> N
     # If other sequences own the page as well, it would not become free, so nothing would be gained.
     if published != page and pool.refcount[page] == 1:
         pool.share(np.asarray([published]))
-        tables.index.forget(group, page)
+        tables.index.forget(group, [page])
         tables.tables[group, row, column] = published
         pool.drop(np.asarray([page]))
         tables.changed.mark(group, np.asarray([row]), np.asarray([column]))

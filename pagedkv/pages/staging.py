@@ -129,12 +129,6 @@ def code(tables: PageTables, rows: Ints, codings: Codings, end: Ints) -> None:
         tables.tables[place] = target
         tables.changed.mark(*place)
         tables.column_of[target] = column
-        for page in set(source.tolist()):  # other owners keep it, but no prompt finds it any more
-            index.forget(group, page)
+        index.forget(group, source.tolist())  # other owners keep them, but no prompt finds them now
         pool.drop(source)
         pool.drop(np.delete(codings.target[group], which))
-
-
-def give_up(tables: PageTables, codings: Codings) -> None:
-    """Frees the coded pages that an aborted step had set aside."""
-    tables.pool.drop(codings.target.reshape(-1))

@@ -223,7 +223,7 @@ def abort(tables: PageTables, plan: PagePlan) -> None:
         if plan.spared is not None and not tables.staged:
             tables.reservations.extra[rows] |= plan.spared[order]
     if plan.codings is not None:
-        staging.give_up(tables, plan.codings)
+        tables.pool.drop(plan.codings.target.reshape(-1))
         tables.num_coded[plan.rows] = tables.coded_of(plan.start)
     if plan.claimed is not None:
         tables.check_tail[plan.claimed] = True

@@ -237,7 +237,7 @@ class PageTables:
         if keep:
             self.index.forget_full(group, page)
         else:
-            self.index.forget(group, page)
+            self.index.forget(group, [page])
 
     def size_of(self, row: int) -> int:
         """Counts the tokens of a sequence's text, with prompt tokens not committed yet."""

@@ -9,6 +9,7 @@ head are contiguous (HND), so that a tile is one run.
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Collection
 from dataclasses import replace
 from importlib import import_module
@@ -265,12 +266,11 @@ def _most_tokens(
     config: CacheConfig, name: str, available: int, layers: Collection[int] | None
 ) -> int:
     """Searches the largest number of tokens that fits: with windows no simple formula gives it."""
-    low, high = 0, getattr(config, name)
-    while high - low > 1:
-        middle = (low + high) // 2
-        fits = replace(config, **{name: middle}).part(layers).nbytes_at_once <= available
-        low, high = (middle, high) if fits else (low, middle)
-    return low
+
+    def exceeds(tokens: Any) -> bool:
+        return replace(config, **{name: tokens}).part(layers).nbytes_at_once > available
+
+    return bisect_left(range(1, getattr(config, name)), True, key=exceeds)
 
 
 def _page_kernels(backend: str) -> Any:

@@ -12,11 +12,13 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from pagedkv.arrays import Ints
 from pagedkv.config import CacheConfig
 from pagedkv.errors import BudgetExceeded, HostMemoryError
 
@@ -175,17 +177,15 @@ class PageMemory:
             raise
         self.pages = list(pages)
 
-    def release(self, group: int, pages: Any) -> None:
+    def release(self, group: int, pages: Ints) -> None:
         """Gives back the memory of free pages; does so only on a CPU.
 
         Args:
             pages: `[n]` ids within the group, ascending.
         """
-        ends = [i for i in range(1, len(pages)) if pages[i] != pages[i - 1] + 1]
-        for start, stop in zip([0, *ends], [*ends, len(pages)]):
-            if stop > start:
-                for region in self._regions[group]:
-                    region.release(int(pages[start]), int(pages[stop - 1]) + 1)
+        for ids, _ in runs_of(pages):
+            for region in self._regions[group]:
+                region.release(ids.start, ids.stop)
 
     def _available(self, needed: int) -> int:
         available = available_memory(self.device)
@@ -220,6 +220,14 @@ def _kind(device: torch.device) -> type[Region]:
         f"growth_step: pages on {device} cannot grow: {reason}; without it the pool is of fixed "
         "size"
     )
+
+
+def runs_of(pages: Ints) -> Iterator[tuple[slice, slice]]:
+    """Yields runs of neighbouring pages: the slice of their ids, and their slice of `pages`."""
+    begin = 0
+    for end in (np.flatnonzero(np.diff(pages, append=-2) != 1) + 1).tolist():
+        yield slice(int(pages[begin]), int(pages[begin]) + end - begin), slice(begin, end)
+        begin = end
 
 
 def available_memory(device: torch.device) -> int:

@@ -95,7 +95,7 @@ def test_without_the_pages_of_a_window_a_text_is_computed(folder):
     seq = start(cache, TEXT[:26])
     for page in cache._tables.pool.group_of.nonzero()[0].tolist()[:-1]:
         if cache._tables.index.findable[page] and not cache._tables.pool.refcount[page]:
-            cache._tables.index.forget(1, page)
+            cache._tables.index.forget(1, [page])
     assert cache.store(seq) == 24
     other = make(folder, config)
     assert [compute(other, TEXT[:26]) for _ in range(2)] == [0, 25]
