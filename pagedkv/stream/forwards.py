@@ -276,17 +276,13 @@ class Passes:
         views = self._in_slot(index)
         self._bound = index, list(zip(sites, views, strict=True))
         for site, view in self._bound[1]:
-            if view.requires_grad != site.empty.requires_grad:  # it has changed since
-                view.requires_grad_(not view.requires_grad)
-            site.set(view)
+            site.bind(view)
 
     def _take_back(self) -> None:
-        """Takes bound weights back; a tensor that other code put there stays."""
         if self._bound is None:
             return
         for site, view in self._bound[1]:
-            if site.where.get(site.key) is view:
-                site.set(site.empty)
+            site.take_back(view)
         self._bound = None
         self._give_back()
 

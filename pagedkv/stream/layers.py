@@ -46,6 +46,17 @@ class TensorSite:
         """Puts a tensor there."""
         self.where[self.key] = tensor
 
+    def bind(self, view: Tensor) -> None:
+        """Puts a streamed weight there, until `take_back`."""
+        if view.requires_grad != self.empty.requires_grad:  # it has changed since
+            view.requires_grad_(self.empty.requires_grad)
+        self.set(view)
+
+    def take_back(self, view: Tensor) -> None:
+        """Takes a bound weight back; a tensor that other code put there stays. Idempotent."""
+        if self.where.get(self.key) is view:
+            self.set(self.empty)
+
     def require_empty(self) -> None:
         """Raises StreamError if another tensor was put there."""
         if self.where.get(self.key) is not self.empty:

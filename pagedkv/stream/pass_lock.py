@@ -39,12 +39,13 @@ class PassLock:
 
         def in_turn(*args: Any, **kwargs: Any) -> Any:
             self._require_open()
-            nested = self._is_mine()
+            nested = self._lock._is_owned()  # type: ignore[attr-defined]  # as in Condition
             with self._lock:
                 self._require_open()
                 if nested:
                     return forward(*args, **kwargs)
-                self._begin()
+                self.count += 1
+                self._before()
                 found = forward(*args, **kwargs)
                 self._after()
                 return found
@@ -72,14 +73,6 @@ class PassLock:
         with self._lock:
             self._closed = True
             undo()
-
-    def _begin(self) -> None:
-        self.count += 1
-        self._before()
-
-    def _is_mine(self) -> bool:
-        owned: bool = self._lock._is_owned()  # type: ignore[attr-defined]  # as in Condition
-        return owned
 
     def _require_open(self) -> None:
         if self._closed:

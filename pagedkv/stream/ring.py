@@ -31,33 +31,21 @@ from .weights import Unit, WeightStore
 PAGE = 4096  # slots begin on pages
 
 
-class StagingRing:
-    """Host memory of the slots: one arena.
-
-    Args:
-        pin: whether a CUDA device copies from it.
-    """
-
-    def __init__(self, depth: int, nbytes: int, pin: bool) -> None:
-        self.arena = HostArena(depth * nbytes, pin)
-        self.nbytes = nbytes
-
-    def slot(self, number: int) -> Tensor:
-        """Returns a slot's bytes, `[n]`."""
-        return self.arena.tensor[number * self.nbytes : (number + 1) * self.nbytes]
-
-
 class DeviceRing:
     """The slots from which layers compute, and the events that order their use.
 
     On a CPU they are the staging slots.
+
+    Attributes:
+        nbytes: bytes of a slot.
+        staging: host memory of all slots; None if nothing is read from files.
     """
 
     @torch.inference_mode(False)  # the reader thread, which is not in that mode, fills the slots
     def __init__(self, depth: int, nbytes: int, device: torch.device, staged: bool) -> None:
         cuda = device.type == "cuda"
-        self.device = device
-        self.staging = StagingRing(depth, nbytes, cuda) if staged or not cuda else None
+        self.device, self.nbytes = device, nbytes
+        self.staging = HostArena(depth * nbytes, pin=cuda) if staged or not cuda else None
         self.copies: Any = torch.cuda.Stream(device) if cuda else None
         self.slots: list[Tensor] = []
         self.events: list[dict[str, Any]] = []
@@ -67,7 +55,7 @@ class DeviceRing:
                 names = ("begun", "filled", "free")
                 self.events.append({n: torch.cuda.Event(enable_timing=n != "free") for n in names})
             elif self.staging is not None:
-                self.slots.append(self.staging.slot(number))
+                self.slots.append(self.staging.tensor[number * nbytes : (number + 1) * nbytes])
 
     def carry(self, number: int, source: Tensor) -> float:
         """Copies a unit into its slot when no layer computes from the slot any more.
@@ -253,8 +241,9 @@ class Ring:
             assert ring.staging is not None
             if ring.copies is not None:
                 ring.events[slot]["filled"].synchronize()  # the copy that last left this slot
-            self._read(unit, ring.staging.arena, slot * ring.staging.nbytes)
-            source = ring.staging.slot(slot)[: unit.nbytes]
+            begin = slot * ring.nbytes
+            self._read(unit, ring.staging, begin)
+            source = ring.staging.tensor[begin : begin + unit.nbytes]
         if ring.copies is not None:
             self._stats.copy_seconds += ring.carry(slot, source)
             self._stats.bytes_copied += unit.nbytes
@@ -283,7 +272,7 @@ class Ring:
         if self.ring.copies is not None:
             self.ring.copies.synchronize()
         if self.ring.staging is not None:
-            self.ring.staging.arena.close()
+            self.ring.staging.close()
             self.ring.staging = None
         self.ring.slots.clear()
         self._held = {}

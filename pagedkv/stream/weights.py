@@ -137,24 +137,16 @@ class WeightStore:
         Raises:
             UnsupportedModelError: the matrix does not lie in a file as one piece.
         """
-        whole = self.matrix(tensor_name)
+        copies = self.origins.copies.get(tensor_name, [])
+        if len(copies) != 1:
+            raise self._not_alone(tensor_name)
+        (whole,) = copies
         width = prod(like.shape[1:])
         itemsize = DTYPES[whole.source.dtype].itemsize
         copy = Copy(whole.source, whole.offset + first * width * itemsize, count * width, 0)
         place = Place(tensor_name, 0, (count, *like.shape[1:]), like.dtype)
         nbytes = count * width * like.dtype.itemsize
         return self._unit_of_pieces(name, [place], nbytes, [(copy, place)], [], [])
-
-    def matrix(self, name: str) -> Copy:
-        """Returns the piece of a file that holds a whole tensor.
-
-        Raises:
-            UnsupportedModelError: the tensor is made of several pieces, or by an operation.
-        """
-        copies = self.origins.copies.get(name, [])
-        if len(copies) != 1:
-            raise self._not_alone(name)
-        return copies[0]
 
     def rows_of(self, name: str, width: int) -> RowPieces:
         """Returns where the rows of a matrix lie.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import prod
 from time import perf_counter
@@ -12,7 +12,7 @@ from torch import Tensor
 from pagedkv.errors import UnsupportedModelError
 from pagedkv.stream.layers import TensorSite
 from pagedkv.stream.mxfp4 import Packed
-from pagedkv.stream.reader import FileRun, Part
+from pagedkv.stream.reader import Part
 from pagedkv.stream.skeleton import DTYPES
 from pagedkv.stream.stats import StreamStats
 from pagedkv.stream.tensor_map import Copy
@@ -121,8 +121,9 @@ class ExpertFiles:
             for expert, row in rows.items()
             for n, copy in self._casts[expert]
         ]
+        parts = (part for e in rows for _, packed in self._packed for part in packed.parts(e))
         cold = reader.cold_bytes
-        reader.announce([*runs, *self._runs_to_unpack(rows)])
+        reader.announce([*runs, *reader.runs(Part(*part, 0) for part in parts)])
         for run in runs:
             reader.read(self.name, run, memory)
         self._store.cast(self.name, casts, whole)
@@ -135,8 +136,3 @@ class ExpertFiles:
         seconds = perf_counter() - started
         stats.read_seconds += seconds
         stats.stall_seconds += seconds
-
-    def _runs_to_unpack(self, experts: Iterable[int]) -> tuple[FileRun, ...]:
-        """Returns the ranges of files from which these experts are unpacked."""
-        parts = (p for e in experts for _, packed in self._packed for p in packed.parts(e))
-        return self._store.reader.runs(Part(*where, 0) for where in parts)

@@ -89,15 +89,12 @@ class Experts(ABC):
         forget_casts()
         self._bound = views
         for site, view in zip(self._sites, views):
-            if view.requires_grad != site.empty.requires_grad:  # it has changed since
-                view.requires_grad_(site.empty.requires_grad)
-            site.set(view)
+            site.bind(view)
 
     def take_back(self) -> None:
-        """Takes bound tensors back; a tensor that other code put there stays. Idempotent."""
+        """Takes bound tensors back. Idempotent."""
         for site, view in zip(self._sites, self._bound):
-            if site.where.get(site.key) is view:
-                site.set(site.empty)
+            site.take_back(view)
         self._bound = ()  # last, so that after an interrupt the next call takes the rest back
 
     def _missing(self, touched: list[int]) -> list[int]:

@@ -191,7 +191,7 @@ def test_close_frees_experts_and_the_ring_while_the_model_is_kept(wide):
     decode(streamer.model, [3])
     maps = [each._memory._map for _, each in streamer._passes._places.experts]
     assert all(isinstance(each, mmap.mmap) for each in maps)
-    memory = [weakref.ref(streamer._passes._ring.ring.staging.arena), *map(weakref.ref, maps)]
+    memory = [weakref.ref(streamer._passes._ring.ring.staging), *map(weakref.ref, maps)]
     del maps
     streamer.close()
     gc.collect()
