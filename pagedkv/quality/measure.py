@@ -96,7 +96,8 @@ class Quality:
         """A sentence that names the good variant with the fewest bytes, if there is one."""
         if self.promise is not None:
             return self.promise.sentence
-        good = sorted((m for m in self.variants if m.verdict == GOOD), key=_bytes_then_loss)
+        good = [m for m in self.variants if m.verdict == GOOD]
+        good.sort(key=lambda m: (m.bytes_per_token, m.worst_kl))
         saving = [m for m in good if m.fewer > 1.01]
         if saving:
             best, *others = saving
@@ -208,14 +209,8 @@ def _pays_from(
 ) -> dict[str, dict[str, int]]:
     """Returns, for variants that pay only in long rows, from how many tokens on they do."""
     found: dict[str, dict[str, int]] = {}
-    kinds = [
-        {
-            name: value
-            for name, value in each.fields.items()
-            if name not in ("kv_format", "page_size")
-        }
-        for each in variants
-    ]
+    formats = {"kv_format", "page_size"}
+    kinds = [{n: x for n, x in each.fields.items() if n not in formats} for each in variants]
     ways = list(zip(variants, kinds, configs))
     for variant, kind, config in ways[1:]:
         for other, its_kind, its_config in ways:
@@ -249,7 +244,7 @@ def _measured(
             name: each.same[each.probe.scored].mean().item() for name, each in running.items()
         },
         recall=readings["recall"].perplexity,
-        needles=readings["needles"].found[1] if "needles" in readings else None,
+        needles=readings["needles"].found if "needles" in readings else None,
         recalled=recalled,
         verdict=verdict_of([each.mean().item() for each in kl.values()], recalled, most_kl),
     )
@@ -270,13 +265,9 @@ def _recalled(
     gained = log(unseen / full["recall"].perplexity)
     if gained >= TELLING:
         shares.append(log(unseen / readings["recall"].perplexity) / gained)
-    if "needles" in full and full["needles"].found[1] >= FINDS:
-        shares.append(readings["needles"].found[1] / full["needles"].found[1])
+    if "needles" in full and full["needles"].found >= FINDS:
+        shares.append(readings["needles"].found / full["needles"].found)
     return min(1.0, max(0.0, min(shares))) if shares else None
-
-
-def _bytes_then_loss(measured: Measured) -> tuple[float, float]:
-    return measured.bytes_per_token, measured.worst_kl
 
 
 def _price(measured: Measured) -> str:

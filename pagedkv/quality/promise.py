@@ -120,8 +120,7 @@ def promise_of(
     near = read([*ways], drawn[:third], drawn[third:]) if ways else {}
     # Ways that read fewer tokens take equal bytes; of these the way that reads least is smallest.
     size = {
-        name: (nbytes, variant.fields.get("read_tokens", inf))
-        for name, (variant, nbytes) in ways.items()
+        name: (nbytes, way.fields.get("read_tokens", inf)) for name, (way, nbytes) in ways.items()
     }
     return judge(near, lambda names: read(names, drawn[third:], []), size, at_most)
 

@@ -58,10 +58,9 @@ class Reading:
         return self.kl[self.probe.scored].mean().item()
 
     @property
-    def found(self) -> tuple[float, float]:
-        """Mean log-probability of the tokens that count, and the share that ranks first."""
-        scored = self.probe.scored
-        return -self.nats[scored].mean().item(), (self.rank[scored] == 1).float().mean().item()
+    def found(self) -> float:
+        """The share of the tokens that count for which nothing was likelier."""
+        return (self.rank[self.probe.scored] == 1).float().mean().item()
 
     def note(self, begin: int, log_p: Tensor, full: Tensor | None) -> None:
         """Adds predictions `[n, vocab]` that were made at tokens from `begin` on."""
