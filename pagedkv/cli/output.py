@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import os
-import stat
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from hashlib import sha256
@@ -76,9 +75,8 @@ class Output:
         try:
             if not self.path.parent.is_dir():
                 raise OSError(f"there is no folder {self.path.parent}")
-            with suppress(FileNotFoundError):
-                if not stat.S_ISREG(os.stat(path).st_mode):  # a link may lead to a pipe
-                    raise OSError("it is no plain file")
+            if path.exists() and not path.is_file():  # a link may lead to a pipe
+                raise OSError("it is no plain file")
             self._lock.acquire(blocking=False)
         except Timeout:
             raise UsageError(f"--out: another process is writing {path}") from None
@@ -295,7 +293,7 @@ class Output:
         # The user may have mended a bad prompt since.
         if is_bad and index in range(len(self.keys)) and key != self.keys[index]:
             return False
-        self._require_mine(path, number, index, row["sample"], key, told)
+        self._require_mine(path, number, row, told)
         if row.get(SIDE) not in (None, self.side):
             raise UsageError(
                 f"--out: the prompt of line {number} of {path} was cut with --too-long "
@@ -303,12 +301,11 @@ class Output:
             )
         return not row.get("error") or row.get(CAUSE) in self.final
 
-    def _require_mine(
-        self, path: Path, number: int, index: Any, sample: Any, key: Any, told: bool
-    ) -> None:
+    def _require_mine(self, path: Path, number: int, row: dict[str, Any], told: bool) -> None:
+        index, sample = row["index"], row["sample"]
         if index not in range(len(self.keys)) or sample not in range(self.samples):
             what = f"is of prompt {index}, sample {sample}; this job has {len(self.keys)} prompts"
-        elif key == self.keys[index]:
+        elif row[KEY] == self.keys[index]:
             return
         elif told:
             what = f"answers another prompt {index}, or with other options of its own"

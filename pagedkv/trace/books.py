@@ -180,13 +180,11 @@ class Books:
             for table, first, end in zip(self.tables[seq], ends[::2], ends[1::2]):
                 if len(table.pages) != max(end - first, 0):
                     raise ValueError(f"sequence {seq} has no page at places up to {end}")
-        if "entries" in event and self._num_entries() > MOST_ENTRIES:
+        every = (table for tables in self.tables.values() for table in tables)
+        if "entries" in event and sum(len(table.pages) for table in every) > MOST_ENTRIES:
             raise ValueError(f"tables have more than {MOST_ENTRIES:,} entries")
         if len(self.tables) * self._num_groups > MOST_TABLES:
             raise ValueError(f"sequences have more than {MOST_TABLES:,} tables")
-
-    def _num_entries(self) -> int:
-        return sum(len(table.pages) for tables in self.tables.values() for table in tables)
 
     def _runs(self, event: Event, name: str, width: int, page: int) -> list[list[int]]:
         """Returns rows of numbers; number `page` is a page, the next a count of pages from it."""
