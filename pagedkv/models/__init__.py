@@ -11,26 +11,18 @@ says why a model cannot use pages. `checkpoint.py` reads where a folder has its 
 `skeleton.py` makes the model without weights, by transformers' own classes.
 """
 
-from .facts import facts_of, types_with
-from .groups import DTYPE_BYTES, LayerGroup, StateLayer, paged_layers
-from .kinds import LayerKind, attending_again, field_of, layer_kinds, shared_layers
-from .shapes import KVShape, kv_shapes, require_shape
-from .states import state_tensors
-
-__all__ = [
-    "DTYPE_BYTES",
-    "KVShape",
-    "LayerGroup",
-    "LayerKind",
-    "StateLayer",
-    "attending_again",
-    "facts_of",
-    "field_of",
-    "kv_shapes",
-    "layer_kinds",
-    "paged_layers",
-    "require_shape",
-    "shared_layers",
-    "state_tensors",
-    "types_with",
-]
+from .facts import facts_of as facts_of
+from .facts import types_with as types_with
+from .groups import DTYPE_BYTES as DTYPE_BYTES
+from .groups import LayerGroup as LayerGroup
+from .groups import StateLayer as StateLayer
+from .groups import paged_layers as paged_layers
+from .kinds import LayerKind as LayerKind
+from .kinds import attending_again as attending_again
+from .kinds import field_of as field_of
+from .kinds import layer_kinds as layer_kinds
+from .kinds import shared_layers as shared_layers
+from .shapes import KVShape as KVShape
+from .shapes import kv_shapes as kv_shapes
+from .shapes import require_shape as require_shape
+from .states import state_tensors as state_tensors

@@ -164,16 +164,12 @@ def _completed(text: dict[str, Any]) -> dict[str, Any]:
         found.older.get(name, name): value for name, value in text.items() if value is not None
     }
     given = text | given
-    told = {name for names in _groups() if not given.keys().isdisjoint(names) for name in names}
+    alike = [(name, *others) for name, others in ALIASES.items()]
+    told = {name for names in alike if not given.keys().isdisjoint(names) for name in names}
     whole = {name: value for name, value in found.values.items() if name not in told} | given
     read = *SIZES, "sliding_window"
     ours = {name: whole.get(of) for name, of in found.older.items() if name in read}
     return ours | whole
-
-
-def _groups() -> list[tuple[str, ...]]:
-    """Groups names that stand for the same thing."""
-    return [(name, *others) for name, others in ALIASES.items()]
 
 
 def leaves_out_sizes(config: Mapping[str, Any]) -> bool:

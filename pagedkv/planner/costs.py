@@ -14,7 +14,7 @@ from pagedkv.config import DTYPE_BYTES, CacheConfig, StateLayer, needs_staging
 from pagedkv.models import facts_of, paged_layers, state_tensors
 
 from .model_shape import ModelShape
-from .passes import mixer_bytes
+from .passes import channels_at_once, mixer_bytes
 from .placement import Placement
 
 RING_DEPTH = 2  # one slot computes while the next fills; measured, more slots gain nothing
@@ -214,7 +214,7 @@ class Costs:
         # A token has the embedding, the layer's input, the residual and its norm. Beside these it
         # has q, k, v, the rotated q and k with temporaries and the output, or the channels behind
         # attention. tests/hf/test_planner.py measures it.
-        widest = max(5 * q + 4 * kv, self.shape.widest_feed)
+        widest = max(5 * q + 4 * kv, channels_at_once(c))
         token = self.wide * (4 * c.hidden_size + 2 * dim + widest)
         # Rows of a second embedding, which has a part for each layer: as looked up, and as added.
         by_layer = getattr(c, "hidden_size_per_layer_input", None) or 0

@@ -43,11 +43,6 @@ class RoutedExperts:
         """Bytes of all experts of the layer in which they take most."""
         return max(self.layers)
 
-    @property
-    def layer_count(self) -> int:
-        """The number of layers that have experts."""
-        return sum(map(bool, self.layers))
-
     def touched(self, tokens: int) -> float:
         """Returns the share of a layer's experts that a pass of `tokens` is routed to."""
         return 1 - (1 - self.per_token / self.count) ** tokens

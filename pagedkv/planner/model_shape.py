@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from functools import cached_property
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,7 +13,6 @@ from pagedkv.models.weighing import is_matrix, weighed
 from pagedkv.models.weights import Weight
 
 from .experts import RoutedExperts
-from .passes import channels_at_once
 
 ALIGNMENT = 256  # bytes; where a tensor may begin in a buffer of the device
 
@@ -73,11 +71,6 @@ class ModelShape:
         """Returns the bytes that come with a layer: all, or all but experts if these come alone."""
         apart = self.experts.layers[index] if self.experts and expert_slots else 0
         return self.layers[index] - apart
-
-    @cached_property
-    def widest_feed(self) -> int:
-        """Channels a token has at once behind attention, in the widest layer."""
-        return channels_at_once(self.settings)
 
     @property
     def weights(self) -> int:

@@ -212,8 +212,9 @@ def _expert_notes(plan: Outcome) -> dict[str, str]:
     experts = plan.shape.experts
     if not plan.expert_slots or experts is None:
         return {}
+    layers = sum(map(bool, experts.layers))
     return {
-        "expert slots": f"{plan.expert_slots} of {experts.count} in {experts.layer_count} layers",
+        "expert slots": f"{plan.expert_slots} of {experts.count} in {layers} layers",
         "widest layer": "of a pass that needs more experts than stay",
     }
 
