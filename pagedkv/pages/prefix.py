@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from hashlib import sha256
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -224,11 +224,9 @@ class PrefixIndex:
         """Forgets everything."""
         self.forgotten = frozenset().union(*self._full)
         self.recycled.clear()
-        for full, partials in zip(self._full, self._partial):
-            full.clear()
-            partials.clear()
-        self._key_of.clear()
-        self._partial_of.clear()
+        known: list[dict[Any, Any]] = [*self._full, *self._partial, self._key_of, self._partial_of]
+        for each in known:
+            each.clear()
         self.findable[:] = False
 
     def match(self, chain: Chain, tokens: Tokens, filled: npt.NDArray[np.int32]) -> Match:

@@ -231,13 +231,10 @@ class PageTables:
         return PrefixKey.of(self.chain(row), self.prefix_keys[row][columns], columns, tail)
 
     def forget_behind(self, group: int, page: int, keep: int) -> None:
-        """Makes a page's tokens from `keep` on unfindable: its only owner will write there."""
+        """Makes a page's tokens from `keep` > 0 on unfindable: its only owner will write there."""
         self.pool.filled[page] = keep
         self.pool.renew(page)
-        if keep:
-            self.index.forget_full(group, page)
-        else:
-            self.index.forget(group, [page])
+        self.index.forget_full(group, page)
 
     def size_of(self, row: int) -> int:
         """Counts the tokens of a sequence's text, with prompt tokens not committed yet."""
