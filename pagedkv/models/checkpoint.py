@@ -77,6 +77,14 @@ class Checkpoint:
         """Bytes of all tensors."""
         return sum(tensor.nbytes for tensor in self.tensors.values())
 
+    @property
+    def as_loaded(self) -> list[TensorRange]:
+        """All tensors, in the order of transformers' loader: file by file, by name.
+
+        If the configuration names no dtype, the first of a floating one says the model's.
+        """
+        return sorted(self.tensors.values(), key=lambda tensor: (tensor.file, tensor.name))
+
     @classmethod
     def open(cls, folder: str | Path) -> Checkpoint:
         """Reads the index, if there is one, and every header.

@@ -122,7 +122,7 @@ def _widths(
     """Returns the dtype a model computes in, the bits of its layers' weights, and assumptions."""
     told = str(model.settings.dtype or "").removeprefix("torch.")
     checkpoint = model.checkpoint
-    stored = [t.dtype for t in checkpoint.tensors.values()] if checkpoint else []
+    stored = [t.dtype for t in checkpoint.as_loaded] if checkpoint else []
     found = told if told in DTYPE_BYTES else ""
     found = found or next((STORED[dtype] for dtype in stored if dtype in STORED), "")
     if weight_dtype is not None:

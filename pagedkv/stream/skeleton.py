@@ -98,9 +98,9 @@ def build(
         kwargs.setdefault("generation_config", found)
     kwargs |= {"dtype": dtype, "device_map": META, "ignore_mismatched_sizes": True}
     kwargs |= {"output_loading_info": True, "config": own_config(cls, config)}
-    # Of a configuration without a dtype, the first tensor in the loader's order says the model's.
-    ordered = sorted(checkpoint.tensors.values(), key=lambda tensor: (tensor.file, tensor.name))
-    tensors: dict[str, Tensor] = {t.name: without_storage(t).as_subclass(_Unmoved) for t in ordered}
+    tensors: dict[str, Tensor] = {
+        t.name: without_storage(t).as_subclass(_Unmoved) for t in checkpoint.as_loaded
+    }
     for name, each in packed.items():
         for half in (each.blocks, each.scales):
             del tensors[half.name]

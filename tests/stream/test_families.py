@@ -57,5 +57,8 @@ def test_without_a_dtype_in_the_configuration_auto_is_the_one_that_the_loader_fi
         tmp_path / "model.safetensors",
         metadata={"format": "pt"},
     )
+    expected = in_memory(tmp_path, dtype="auto")
     with stream(tmp_path) as streamer:
-        assert_bits(streamer.model, in_memory(tmp_path, dtype="auto"))
+        assert_bits(streamer.model, expected)
+    with stream(tmp_path, device_memory="10MB", length=32) as streamer:
+        assert streamer.plan.cache.dtype == str(expected.dtype).removeprefix("torch.")
