@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from transformers import PreTrainedModel
@@ -33,6 +34,8 @@ def overridden(model: PreTrainedModel, tried: bool) -> str | None:
 def _is_foreign(method: Any) -> bool:
     """Whether a method was written elsewhere, or is wrapped by code from elsewhere."""
     function = getattr(method, "__func__", method)
+    if isinstance(function, partial):  # `hf/mrope.py` makes some of functions of its own
+        return not str(function.func.__module__).startswith("pagedkv.")
     homes = [getattr(function, "__module__", None)]
     homes.append(getattr(function, "__globals__", {}).get("__name__"))
     return any(home and home.partition(".")[0] not in KNOWN for home in homes)
