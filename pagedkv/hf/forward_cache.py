@@ -71,10 +71,20 @@ class ForwardCache(Cache):
     opened: StepMetadata | None = None
     transaction: object | None = None
     touched: bool = False
-    forward_is_paged: bool
+    forward_is_paged: bool = False
     slopes: tuple[Any, Tensor] | None = None
     latest_mask: weakref.ref[Any] | None = None
     told_places: weakref.ref[Tensor] | None = None
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name not in self.__dict__:
+            require_no_state(self, self, name)
+        super().__setattr__(name, value)
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether a forward with this cache has begun and is not over."""
+        return self.__dict__.get("opened") is not None  # absent while the cache is made
 
     @property
     @abstractmethod
@@ -234,6 +244,20 @@ def changed_after_cache(layer: int, how: str = "") -> UnsupportedModelError:
         f"after the cache{how}, or the cache was made for another model. Use transformers' own "
         "cache for it, or one that was made for it."
     )
+
+
+def require_no_state(cache: ForwardCache | None, holder: object, name: str) -> None:
+    """Raises if a model keeps something of its texts as an attribute of its cache, or of a layer.
+
+    Args:
+        holder: the cache or the layer, which has no such attribute yet.
+    """
+    if not hasattr(type(holder), name) and cache is not None and cache.is_under_way:
+        raise UnsupportedModelError(
+            f"{name}: this model keeps it on its cache, beside K and V. Pages do not have it, so "
+            "forks, later turns and packed rows would get that of another text. Use transformers' "
+            "own cache for it"
+        )
 
 
 def other_model(expected: int, got: str) -> ValueError:

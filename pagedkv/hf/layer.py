@@ -17,7 +17,14 @@ from transformers.cache_utils import CacheLayerMixin
 
 from pagedkv.errors import UnsupportedModelError
 
-from .forward_cache import ForwardCache, PagedLength, changed_after_cache, uncompiled, waiting
+from .forward_cache import (
+    ForwardCache,
+    PagedLength,
+    changed_after_cache,
+    require_no_state,
+    uncompiled,
+    waiting,
+)
 from .handles import KVHandle, MaskHandle, as_mask
 from .staged import Staged
 from .transaction import by_hand, enter
@@ -44,6 +51,11 @@ class PagedLayer(CacheLayerMixin):
         self.pair: Any = Half.pair if cache.is_written else KVHandle.pair
         self.dtype = getattr(torch, cache.kv.config.dtype)
         self.device = cache.kv.placement.layers[index]
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name not in self.__dict__ and "_cache" in self.__dict__:
+            require_no_state(self._cache(), self, name)
+        super().__setattr__(name, value)
 
     @property
     def keys(self) -> Tensor | None:

@@ -72,6 +72,11 @@ class LeasedRows(ForwardCache):
         return self._lease.seqs
 
     @property
+    def is_under_way(self) -> bool:
+        """Whether a forward with this cache has begun and is not over."""
+        return self.__dict__.get("_told") is not None or super().is_under_way
+
+    @property
     def batch_size(self) -> int:
         """Rows, or -1 before the first forward."""
         return len(self.rows) or -1

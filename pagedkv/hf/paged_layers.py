@@ -28,7 +28,7 @@ class LatentLayer(PagedLayer):
         latest: the latents staged last, to which later layers may attend again.
     """
 
-    latest: tuple[weakref.ref[Tensor], weakref.ref[Tensor]]
+    latest: tuple[weakref.ref[Tensor], weakref.ref[Tensor]] | None = None
 
     def stage(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
         """Stages latents `[B, 1, q, R]` and rotated keys `[B, 1, q, r]`; returns them unchanged.

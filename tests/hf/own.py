@@ -58,6 +58,13 @@ class OwnAttention(nn.Module):
             past = cache.get_seq_length()
         if habit == "remembers by itself" and self.layer_idx == 1:
             v, self.last = v + getattr(self, "last", 0 * v[:1, :, -1:]), v[:1, :, -1:]
+        if habit.startswith("keeps its last input") and cache is not None:
+            holder = cache.layers[-1] if habit.endswith("layer of the cache") else cache
+            before = getattr(holder, f"last_{self.layer_idx}", 0 * x[:, :1])
+            setattr(holder, f"last_{self.layer_idx}", x[:, -1:])
+            q = q + self.q(torch.cat([before, x[:, :-1]], 1)).view_as(q.transpose(1, 2)).transpose(
+                1, 2
+            )
         if habit == "shares K and V" and self.layer_idx == 1:
             k, v = others
         elif cache is not None:

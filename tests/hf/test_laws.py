@@ -65,6 +65,8 @@ REFUSED = {
     "repeats K and V": "layer 0 .* changes",
     "biases its mask": "attention_mask",
     "slides in turn": "layer 1 .* window of 8",
+    "keeps its last input on the cache": "last_0: this model keeps it on its cache",
+    "keeps its last input on a layer of the cache": "last_0: this model keeps it on its cache",
 }
 
 
@@ -73,6 +75,16 @@ REFUSED = {
 def test_model_that_would_be_wrong_is_refused_by_name(door, habit, prompt):
     with pytest.raises(UnsupportedModelError, match=REFUSED[habit]):
         door(own_model(habit), prompt)
+
+
+def test_attributes_of_a_caller_are_taken_between_forwards():
+    model = own_model()
+    with PagedCache(model, **SIZES) as cache:
+        cache.note = "first"
+        out = generate(model, padded(prompts(9)), cache).sequences
+        cache.told = cache.layers[0].told = len(out)
+        generate(model, padded(prompts(9)), cache)
+        assert (cache.note, cache.told, cache.layers[0].told) == ("first", 1, 1)
 
 
 @pytest.mark.parametrize("habit", ["counts by the shape of K", "counts by the cache's length"])
