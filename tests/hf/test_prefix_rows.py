@@ -233,11 +233,12 @@ def test_pages_of_any_kind_are_shared(fields):
 
 def test_the_prefix_itself_and_a_copy_of_it_take_a_whole_prompt():
     model, prefix, rows, _ = case()
-    for row in rows:
+    for row in rows[3:]:
         batch = padded([row])
+        expected = own(model, batch)
         with PagedCache.prefill(model, prefix, **SIZES) as shared:
             for cache in (copy.deepcopy(shared), shared):
-                assert torch.equal(paged(model, batch, cache), own(model, batch))
+                assert torch.equal(paged(model, batch, cache), expected)
 
 
 def test_a_second_turn_goes_on_from_what_the_first_has_stored():
@@ -271,17 +272,17 @@ def test_length_is_that_of_the_prefix_until_generate_asks():
 
 
 @pytest.mark.parametrize(
-    "who", [slice(None), slice(1, 6), slice(4, 6)], ids=["all", "some", "none"]
+    ("who", "where"), each_value(["all", "some", "none"], ["embed_tokens", "layers.1", "norm"])
 )
-@pytest.mark.parametrize("where", ["embed_tokens", "layers.1", "norm"])
 def test_a_forward_that_raises_leaves_the_fork_as_it_was(who, where):
     model, prefix, rows, _ = case()
-    batch, expected = padded(rows[who]), own(model, padded(rows[who]))
+    rows = {"all": rows, "some": rows[1:6], "none": rows[4:6]}[who]
+    batch, expected = padded(rows), own(model, padded(rows))
 
     def broken(*args):
         raise RuntimeError("broken")
 
-    with forked(model, prefix, len(rows[who])) as (cache, _):
+    with forked(model, prefix, len(rows)) as (cache, _):
         before = cache.stats()
         hook = model.model.get_submodule(where).register_forward_pre_hook(broken)
         with pytest.raises(RuntimeError, match="broken"):
