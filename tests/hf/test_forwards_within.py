@@ -11,11 +11,7 @@ from pagedkv.hf import PagedCache, attach, detach
 from tests.hf.forwards import IDS, SIZES, by_hand, dying, stored, visible, within
 from tests.hf.tiny import assert_same_tokens, dense, generate, named, padded, prompts, tiny
 
-
-@pytest.fixture(autouse=True)
-def _no_grad():
-    with torch.no_grad():
-        yield
+pytestmark = pytest.mark.usefixtures("without_gradients")
 
 
 @pytest.mark.parametrize("where", ["embed_tokens", "layers.1", "norm"])

@@ -12,10 +12,7 @@ from tests.hybrids import tiny_hybrid
 SIZES = {"page_size": 4, "max_tokens": 512}
 
 
-@pytest.fixture(autouse=True)
-def _no_grad():
-    with torch.no_grad():
-        yield
+pytestmark = pytest.mark.usefixtures("without_gradients")
 
 
 def filled(model, batch, **fields):

@@ -22,13 +22,7 @@ from tests.hf.tiny import (
 )
 
 PAGE = 4
-pytestmark = pytest.mark.usefixtures("_no_grad")
-
-
-@pytest.fixture
-def _no_grad():
-    with torch.no_grad():
-        yield
+pytestmark = pytest.mark.usefixtures("without_gradients")
 
 
 MODELS = ["llama", "gemma3", "gpt2", "gpt_oss"]
@@ -122,15 +116,6 @@ def test_writing_a_fork_never_changes_its_sibling(model, copied):
         assert_bitwise(contents(cache), before)
 
 
-def test_fork_costs_no_page(llama):
-    with PagedCache.prefill(llama, prompts(30)[0], **sizes()) as cache:
-        live = cache.stats().live
-        with cache.fork(16) as rows:
-            assert len(rows.rows) == 16
-            assert rows.stats().live == live
-            assert rows.stats().shared == live
-
-
 def test_more_forks_than_sequences_are_refused_and_nothing_stays(llama):
     with PagedCache.prefill(llama, prompts(9)[0], **sizes(max_sequences=4)) as cache:
         with pytest.raises(TooManySequencesError):
@@ -151,20 +136,20 @@ def step(model, cache, mask: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
     return model(ids, attention_mask=mask, **named(cache)).logits, mask
 
 
-@pytest.mark.parametrize(
-    ("change", "rows"),
-    [
-        (lambda c: c.batch_repeat_interleave(3), [0, 0, 0, 1, 1, 1, 2, 2, 2]),
-        (lambda c: c.batch_select_indices(torch.tensor([2, 0])), [2, 0]),
-        (lambda c: c.batch_select_indices(torch.tensor([-1, -3])), [2, 0]),
-        (lambda c: c.batch_select_indices(torch.tensor([False, True, True])), [1, 2]),
-        (lambda c: c.batch_select_indices(torch.tensor([1, 1, 0, 1])), [1, 1, 0, 1]),
-        (lambda c: c.reorder_cache(torch.tensor([2, 0, 1])), [2, 0, 1]),
-        (lambda c: c.reorder_cache(torch.tensor([1, 1, 1])), [1, 1, 1]),
-    ],
-    ids=["repeat", "select", "negative", "bools", "duplicates", "permute", "collapse"],
-)
-def test_rows_chosen_and_repeated_as_transformers_own_cache_does(model, change, rows):
+CHANGES = {
+    "repeat": (lambda c: c.batch_repeat_interleave(3), [0, 0, 0, 1, 1, 1, 2, 2, 2]),
+    "select": (lambda c: c.batch_select_indices(torch.tensor([2, 0])), [2, 0]),
+    "negative": (lambda c: c.batch_select_indices(torch.tensor([-1, -3])), [2, 0]),
+    "bools": (lambda c: c.batch_select_indices(torch.tensor([False, True, True])), [1, 2]),
+    "duplicates": (lambda c: c.batch_select_indices(torch.tensor([1, 1, 0, 1])), [1, 1, 0, 1]),
+    "permute": (lambda c: c.reorder_cache(torch.tensor([2, 0, 1])), [2, 0, 1]),
+    "collapse": (lambda c: c.reorder_cache(torch.tensor([1, 1, 1])), [1, 1, 1]),
+}
+
+
+@pytest.mark.parametrize(("model", "how"), each_value(MODELS, CHANGES), indirect=["model"])
+def test_rows_chosen_and_repeated_as_transformers_own_cache_does(model, how):
+    change, rows = CHANGES[how]
     batch = padded(prompts(10, 3, 6))
     ids = torch.randint(2, 90, (len(rows), 2))
     reference = dense(model)
@@ -204,15 +189,19 @@ def test_empty_cache_takes_every_change_as_transformers_own_does(llama, change):
         assert_same_tokens(generate(llama, batch, cache), expected)
 
 
-def test_reset_gives_the_pages_back_and_takes_another_batch(model):
+EMPTIED = {"reset": PagedCache.reset, "cropped": lambda cache: cache.crop(-cache.seen)}
+
+
+@pytest.mark.parametrize(("model", "how"), each_value(MODELS, EMPTIED), indirect=["model"])
+def test_an_emptied_cache_gives_its_pages_back_and_takes_another_batch(model, how):
     with PagedCache(model, **sizes()) as cache:
         for lengths in ((10, 3, 6), (5,), (4, 14)):
             batch = padded(prompts(*lengths))
             expected = generate(model, batch)
             assert_same_tokens(generate(model, batch, cache), expected)
-            cache.reset()
-            assert (cache.get_seq_length(), cache.batch_size) == (0, -1)
-            assert cache.stats().live == cache.stats().sequences == 0
+            EMPTIED[how](cache)
+            assert cache.get_seq_length() == cache.stats().live == 0
+            assert how == "cropped" or (cache.batch_size, cache.stats().sequences) == (-1, 0)
             cache.kv.check()
 
 
@@ -256,17 +245,6 @@ def test_crop_to_a_length_or_to_nothing(llama, asked, left):
         kept = batch["attention_mask"][:, :left].sum(1).tolist()
         assert [cache.kv.length(row) for row in cache.rows] == kept
         cache.kv.check()
-
-
-def test_cache_cropped_to_nothing_takes_another_batch(llama):
-    with PagedCache(llama, **sizes()) as cache:
-        for lengths in ((9, 5), (6, 13, 4), (7,)):
-            batch = padded(prompts(*lengths))
-            expected = generate(llama, batch)
-            assert_same_tokens(generate(llama, batch, cache), expected)
-            cache.crop(-cache.get_seq_length())
-            assert cache.stats().live == 0
-            cache.kv.check()
 
 
 def test_crop_that_one_row_cannot_follow_changes_no_row():

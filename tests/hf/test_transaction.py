@@ -12,11 +12,7 @@ from tests.hf.images import seeing
 from tests.hf.tiny import assert_same_tokens, generate, named, padded, prompts, tiny
 from tests.hf.zoo import built
 
-
-@pytest.fixture(autouse=True)
-def _no_grad():
-    with torch.no_grad():
-        yield
+pytestmark = pytest.mark.usefixtures("without_gradients")
 
 
 def text(model):

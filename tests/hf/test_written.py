@@ -40,12 +40,6 @@ pytestmark = pytest.mark.usefixtures("without_gradients")
 kinds = pytest.mark.parametrize("kind", few(KINDS, "bloom", "falcon, ALiBi", "gpt_neo"))
 
 
-@pytest.fixture
-def without_gradients():
-    with torch.no_grad():
-        yield
-
-
 def made(kind):
     torch.manual_seed(0)
     name, fields = KINDS[kind]
