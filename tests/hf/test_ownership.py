@@ -44,7 +44,7 @@ def test_hundred_caches_leave_nothing_without_the_collector(model, kept):
     keeper = PagedCache(model, **SIZES) if kept else None
     generate(model, batch, PagedCache(model, **SIZES), **options)
     before, pools, caches = alive(), weakref.WeakSet(), weakref.WeakSet()
-    for _ in range(examples(100)):
+    for _ in range(examples(100, 8)):
         cache = PagedCache(model, **SIZES)
         pools.add(cache.kv)
         caches.add(cache)
@@ -213,9 +213,8 @@ def test_leaving_a_block_by_an_exception_restores_the_attention(model):
     ],
 )
 def test_cache_that_cannot_be_made_restores_the_attention(fields, error):
-    # 2**30 tokens of 128 heads of 256 are more than any machine holds.
-    heads = {"num_attention_heads": 128, "num_key_value_heads": 128, "head_dim": 256}
-    model = tiny(hidden_size=128, **heads)
+    # 2**30 tokens of 4 heads of 256 are more than any machine holds.
+    model = tiny(num_key_value_heads=4, head_dim=256)
     with pytest.raises(error):
         PagedCache(model, **fields)
     assert attention_of(model) == "sdpa"

@@ -30,7 +30,7 @@ def manual(model, ids, steps, **sizes):
     return tokens, torch.stack(logits), kept
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2", "qwen3"])
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_generate_under_a_budget_equals_a_loop_of_ones_own(family):
     model, (ids,) = tiny(family), prompts(37)
     expected, logits, kept = manual(model, ids, 30, **SIZES)
@@ -162,10 +162,10 @@ def test_more_rows_run_than_the_texts_would_that_they_forget(fields):
     rows = [row.tolist() for row in prompts(*[40] * 8)]
     sizes = {**SIZES, **fields, "max_tokens": 256}
     with BatchGenerator(model, **sizes) as generator:
-        results = generator.generate(rows, max_new_tokens=60)
+        results = generator.generate(rows, max_new_tokens=30)
         assert generator.stats.preemptions == 0
-        assert generator.stats.steps < 8 * 60 / 3  # four at a time and more
-    assert all(len(result.tokens) == 60 and result.error is None for result in results)
+        assert generator.stats.steps < 8 * 30 / 3  # four at a time and more
+    assert all(len(result.tokens) == 30 and result.error is None for result in results)
 
 
 def test_pressure_evicts_before_it_puts_rows_back():
@@ -173,8 +173,8 @@ def test_pressure_evicts_before_it_puts_rows_back():
     (row,) = prompts(20)
     sizes = {"retention": "sinks", "page_size": 4, "max_tokens": 64}
     with BatchGenerator(model, **sizes) as generator:
-        (result,) = generator.generate([row.tolist()], max_new_tokens=150)
-        assert len(result.tokens) == 150
+        (result,) = generator.generate([row.tolist()], max_new_tokens=70)
+        assert len(result.tokens) == 70
         assert generator.cache.stats().evicted > 0
 
 
