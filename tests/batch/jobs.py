@@ -15,6 +15,7 @@ import torch
 from pagedkv import CacheConfig, PagedKVCache
 from pagedkv.batch.rows import Batch, Outcome, Row
 from pagedkv.batch.scheduler import Scheduler
+from tests.cases import one_group
 from tests.contents import assert_contents, write_step
 
 
@@ -163,3 +164,10 @@ class Job:
 
     def put_back(self) -> list[tuple[Row, int]]:
         return [(one, tokens) for what, one, tokens in self.jobs.events if what == "back"]
+
+
+def hopeful(long: int = 4, samples: int = 0, **fields) -> Job:
+    """Rows that end early lead the scheduler to expect little of the long ones behind them."""
+    short = [row([0, i % 3], new=20, ends=1) for i in range(8)]
+    others = [row([1, i % 3], new=20, samples=samples) for i in range(long)]
+    return Job(one_group(max_tokens=32, **fields), *short, *others)

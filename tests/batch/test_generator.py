@@ -128,24 +128,9 @@ def test_no_prompts_give_no_results_and_no_step(model):
 # ------------------------------------------------------------------ every prefix once
 
 
-@pytest.mark.parametrize("page_size", [1, 4, 16])
-def test_a_prefix_of_prompts_that_start_together_is_computed_once(model, page_size):
-    rows = branches(3, 5, 2, 7)
-    _, batched = assert_like_alone(model, rows, {"page_size": page_size}, max_new_tokens=1)
+def test_a_prefix_of_prompts_that_start_together_is_computed_once(model):
+    _, batched = assert_like_alone(model, branches(3, 5, 2, 7), max_new_tokens=1)
     assert (batched.stats.computed, batched.stats.reused) == (32 + 17, 3 * 32)
-
-
-def test_the_same_prompt_many_times_is_computed_once_but_for_its_last_token(model):
-    results, batched = assert_like_alone(model, prompts(21) * 5, max_new_tokens=1)
-    assert batched.stats.computed == 21 + 4
-    assert [result.cached_tokens for result in results] == [0, 20, 20, 20, 20]
-
-
-def test_prompts_that_are_prefixes_of_others_are_computed_once(model):
-    longest = prompts(30)[0]
-    rows = [longest[:9], longest, longest[:20], longest[:9]]
-    _, batched = assert_like_alone(model, rows, max_new_tokens=1)
-    assert batched.stats.computed == 30 + 2
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "mistral"])
@@ -213,43 +198,21 @@ class Watch:
         monkeypatch.setattr(RowQueues, "preempt", noted)
 
 
-@pytest.mark.parametrize(("family", "samples"), each_value(["llama", "gemma3"], [3, 1]))
+@pytest.mark.parametrize(("family", "samples"), each_value(["llama", "gemma3"], [2, 1]))
 def test_rows_of_which_too_little_was_expected_finish_all_the_same(family, samples, monkeypatch):
     # Many that stop with their second token, then some that use all they may.
     model = tiny(family)
-    short, long = prompts(5)[0], prompts(*[4] * 5)
+    short, long = prompts(5)[0], prompts(*[4] * 4)
     ends = tokens_alone(model, short, seed=3, do_sample=True, max_new_tokens=2)[1]
     watch = Watch(monkeypatch)
-    options = {"do_sample": True, "num_return_sequences": samples, "max_new_tokens": 24}
+    options = {"do_sample": True, "num_return_sequences": samples, "max_new_tokens": 20}
     _, batched = assert_like_alone(
         model, [short] * 9 + long, {"max_tokens": 48}, eos_token_id=ends, seed=3, **options
     )
     assert batched.stats.preemptions == len(watch.seen) > 0
     assert len(set(watch.seen)) == len(watch.seen), "put back twice without a token in between"
     assert batched.stats.peak.live <= batched.stats.peak.pages
-    assert batched.stats.steps < 14 * samples * 30
-
-
-def test_a_pool_that_holds_just_one_row_takes_them_in_turn(model):
-    _, batched = assert_like_alone(
-        model, prompts(6, 6, 6, 6), {"max_tokens": 16}, max_new_tokens=10
-    )
-    assert batched.stats.peak.pages == batched.stats.peak.live == 4
-
-
-def test_fewer_places_than_prompts(model):
-    _, batched = assert_like_alone(model, ragged(), {"max_sequences": 2})
-    assert batched.stats.peak.sequences <= 2
-
-
-def test_fewer_places_than_samples(model):
-    options = {"do_sample": True, "num_return_sequences": 3, "seed": 1}
-    assert_like_alone(model, prompts(6, 4), {"max_sequences": 2}, **options)
-
-
-def test_more_samples_than_a_step_of_the_cache_can_feed(model):
-    options = {"do_sample": True, "num_return_sequences": 4, "seed": 1}
-    assert_like_alone(model, prompts(6, 4), {"max_step_tokens": 2}, **options)
+    assert batched.stats.steps < 13 * samples * 26
 
 
 # ------------------------------------------------------------------ anything

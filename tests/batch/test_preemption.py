@@ -6,7 +6,7 @@ from pagedkv.batch.preemption import Preemption
 from pagedkv.batch.rows import NOT_RUNNING
 from pagedkv.cache.pressure import PressureHandler, offload_idle
 from tests.batch.generating import assert_like_alone, tokens_alone
-from tests.batch.jobs import Job, row
+from tests.batch.jobs import Job, hopeful, row
 from tests.cases import one_group
 from tests.contents import assert_contents, start
 from tests.effort import each_value
@@ -18,16 +18,9 @@ def copying_pays(monkeypatch):
     monkeypatch.setattr(Preemption, "_pays", lambda aside, row: True)
 
 
-def hopeful(samples: int = 0, **fields) -> Job:
-    """Rows that end early lead the scheduler to expect little of the long ones behind them."""
-    short = [row([0, i % 3], new=20, ends=1) for i in range(8)]
-    others = [row([1, i % 3], new=20, samples=samples) for i in range(4)]
-    return Job(one_group(**{"max_tokens": 32, "host_tokens": 64, **fields}), *short, *others)
-
-
 @pytest.mark.parametrize(("page_size", "samples"), each_value([1, 4, 8], [0, 2]))
 def test_rows_that_are_put_back_go_on_where_they_were(page_size, samples, copying_pays):
-    job = hopeful(samples, page_size=page_size, max_sequences=16)
+    job = hopeful(samples=samples, host_tokens=64, page_size=page_size, max_sequences=16)
     job.run().verify()
     assert job.jobs.stats.offloaded == job.jobs.stats.preemptions > 0
     assert job.cache.stats().offloaded == 0
@@ -42,7 +35,7 @@ def test_a_host_that_is_full_leaves_rows_to_be_computed_again(copying_pays):
 
 
 def test_what_takes_less_time_is_chosen():
-    job = hopeful(page_size=4)
+    job = hopeful(page_size=4, host_tokens=64)
     preemption, cache = job.jobs.rows.preemption, job.cache
     one = row([1, 2, 3])
     one.seq = start(cache, [1, 2, 3])
@@ -59,7 +52,7 @@ def test_what_takes_less_time_is_chosen():
 
 @pytest.mark.parametrize("end", ["close", "abandon", "dismiss", "fail"])
 def test_rows_that_wait_on_the_host_leave_nothing_behind(end, copying_pays):
-    job = hopeful(page_size=4)
+    job = hopeful(page_size=4, host_tokens=64)
     while not job.jobs.stats.preemptions:
         job.step()
     assert job.cache.stats().offloaded > 0

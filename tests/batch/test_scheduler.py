@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from pagedkv.batch.rows import NOT_RUNNING, Row
 from pagedkv.retention import Fifo
-from tests.batch.jobs import Job, expected_tokens, row
+from tests.batch.jobs import Job, expected_tokens, hopeful, row
 from tests.cases import one_group, two_groups, window_only
 from tests.contents import assert_contents, write_step
 from tests.effort import examples, sampled
@@ -127,13 +127,6 @@ def test_samples_fork_from_a_prompt_that_is_computed_once():
 
 
 # ------------------------------------------------------------------ pages run short
-
-
-def hopeful(long: int = 4, samples: int = 0, **fields) -> Job:
-    """Rows that end early lead the scheduler to expect little of the long ones behind them."""
-    short = [row([0, i % 3], new=20, ends=1) for i in range(8)]
-    others = [row([1, i % 3], new=20, samples=samples) for i in range(long)]
-    return Job(one_group(max_tokens=32, **fields), *short, *others)
 
 
 @pytest.mark.parametrize("page_size", [1, 4, 8])

@@ -34,13 +34,6 @@ def test_stop_strings_stop_a_row_across_tokens(model):
     assert results[0].text.endswith(stops[0])
 
 
-def test_a_stop_string_that_never_comes_changes_nothing(model):
-    rows = prompts(5, 13)
-    results, _ = assert_like_alone(model, rows, tokenizer=letters(), stop_strings=["never here"])
-    assert tokens(results) == [tokens_alone(model, row, max_new_tokens=NEW) for row in rows]
-    assert {result.finish_reason for result in results} == {"length"}
-
-
 def test_a_custom_criterion_sees_each_text_alone(model):
     criteria = StoppingCriteriaList([EndsOn()])
     results, _ = assert_like_alone(model, prompts(5, 13, 2, 9), stopping_criteria=criteria)

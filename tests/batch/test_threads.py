@@ -126,26 +126,6 @@ def hold(batched: BatchGenerator):
     return stream
 
 
-def test_a_row_waits_for_a_stream_that_another_thread_has_paused():
-    results, held = [], threading.Event()
-    with generator(model_of("llama"), **HELD) as batched:
-
-        def holds():
-            stream = hold(batched)
-            held.set()
-            wait_until(lambda: batched.cache.turns._line)  # the other one waits
-            assert not results
-            assert [result.error for result in stream] == [None]
-
-        def waits():
-            held.wait(LIMIT)
-            results.extend(batched.generate(ROWS, **PLAIN))
-
-        run_all(holds, waits)
-        assert_nothing_held(batched)
-    assert_all_as_alone(results, expected("llama", False))
-
-
 @pytest.mark.parametrize("how", ["closed", "collected"])
 def test_a_row_that_waits_goes_on_when_the_stream_that_holds_its_pages_goes(how):
     results, held = [], threading.Event()
@@ -167,15 +147,6 @@ def test_a_row_that_waits_goes_on_when_the_stream_that_holds_its_pages_goes(how)
         run_all(holds, waits)
         assert_nothing_held(batched)
     assert_all_as_alone(results, expected("llama", False))
-
-
-def test_a_row_does_not_wait_for_a_stream_that_its_own_thread_has_paused():
-    with generator(model_of("llama"), **HELD) as batched:
-        stream = hold(batched)
-        (result,) = batched.generate(ROWS[3:4], **PLAIN)
-        assert "a stream that is paused" in result.error
-        assert [len(rest.tokens) for rest in stream] == [17]
-        assert_nothing_held(batched)
 
 
 def test_a_row_does_not_wait_for_a_stream_whose_thread_has_ended():
