@@ -6,6 +6,7 @@ import copy
 from collections.abc import Sequence
 from typing import Any
 
+import pytest
 import torch
 from transformers import PreTrainedModel
 
@@ -41,16 +42,27 @@ def assert_draft_changes_nothing(
     **options: Any,
 ) -> tuple[GenerationStats, GenerationStats]:
     """Stats with a draft model and without; everything a row got is compared."""
-    options = {"max_new_tokens": 16, "do_sample": False, **options}
-    sizes = dict(sizes or {})
+    return assert_drafts_change_nothing(
+        model, rows, {"draft": draft}, sizes, **{"max_new_tokens": 16, **options}
+    )
+
+
+def assert_drafts_change_nothing(
+    model: PreTrainedModel,
+    rows: Sequence[Any],
+    drafting: dict[str, Any],
+    sizes: dict[str, Any] | None = None,
+    **options: Any,
+) -> tuple[GenerationStats, GenerationStats]:
+    """Stats of a generator that drafts and of one that does not, with the same results."""
+    options, sizes = {"do_sample": False, **options}, sizes or {}
+    mine, stats = outcome(model, rows, {**drafting, **sizes}, **options)
     theirs, expected = outcome(model, rows, {**sizes, "verify_width": 1}, **options)
-    mine, stats = outcome(model, rows, {**sizes, "draft": draft}, **options)
     for a, b in zip(mine, theirs, strict=True):
         assert (a.index, a.sample, a.tokens) == (b.index, b.sample, b.tokens)
         assert (a.finish_reason, a.error) == (b.finish_reason, b.error)
-        if b.logprobs is not None and a.logprobs is not None:
-            assert len(a.logprobs) == len(b.logprobs)
-            differ = torch.tensor(a.logprobs) - torch.tensor(b.logprobs)
-            assert differ.abs().max() < 1e-4
+        if b.logprobs is not None:
+            assert a.logprobs == pytest.approx(b.logprobs, abs=1e-4)
     assert stats.new_tokens == expected.new_tokens
+    assert expected.drafted == expected.accepted == 0
     return stats, expected
