@@ -10,7 +10,7 @@ from pagedkv.batch.image_prompts import ImagePrompt
 from pagedkv.errors import UnsupportedModelError
 from tests.batch.generating import assert_nothing_held, assert_same, generator
 from tests.batch.letters import letters
-from tests.hf.images import joined, pictured, seeing_model
+from tests.hf.images import changed, joined, pictured, seeing_model, without
 from tests.hf.sounds import heard, hearing_model
 from tests.hf.tiny import generate, prompts
 
@@ -62,14 +62,6 @@ def test_an_image_for_a_processor_of_audio_is_not_dropped_by_its_template(model,
     with generator(model, processor) as batched:
         (bad,) = batched.generate([row], **OPTIONS)
     assert bad.error == "prompt: expected messages of text and audio, got image"
-
-
-def without(name):
-    return lambda row: {key: value for key, value in row.items() if key != name}
-
-
-def changed(name, change):
-    return lambda row: {**row, name: change(row[name])}
 
 
 def unexpanded(row):

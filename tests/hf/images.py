@@ -170,6 +170,16 @@ def joined(*prompts):
     }
 
 
+def without(name):
+    """Spoils a prompt: takes one of its inputs away."""
+    return lambda row: {key: value for key, value in row.items() if key != name}
+
+
+def changed(name, change):
+    """Spoils a prompt: changes one of its inputs."""
+    return lambda row: {**row, name: change(row[name])}
+
+
 def image_token(model):
     """The id that stands in a text for each token of an image, or of audio."""
     config, what = model.config, "audio" if model.config.model_type in AUDIO else "image"
