@@ -6,7 +6,8 @@ from pagedkv import BatchGenerator, PagedCache, plan_memory
 from pagedkv.errors import UnsupportedModelError
 from pagedkv.hf.model import text_config
 from pagedkv.models import facts_of
-from tests.hf.tiny import CLOSE_CALL, assert_same_tokens, generate
+from tests.batch.generating import assert_same
+from tests.hf.tiny import assert_same_tokens, generate, padded
 
 LENGTHS = (14, 9, 12)
 SIZES = {"page_size": 4, "max_tokens": 512}
@@ -16,13 +17,6 @@ OPTIONS = {"max_new_tokens": 12, "min_new_tokens": 12, "pad_token_id": 0}
 def rows_of_tokens():
     generator = torch.Generator().manual_seed(7)
     return [torch.randint(3, 170, (n,), generator=generator) for n in LENGTHS]
-
-
-def padded(rows):
-    width = max(map(len, rows))
-    ids = torch.stack([torch.nn.functional.pad(row, (width - len(row), 0)) for row in rows])
-    real = torch.stack([torch.arange(width) >= width - len(row) for row in rows])
-    return {"input_ids": ids, "attention_mask": real.long()}
 
 
 def through_padded_cache(model, rows):
@@ -50,12 +44,7 @@ def through_batch(model, rows):
     finally:
         generator.close()
     for row, result in zip(rows, results):
-        expected = generate(model, padded([row]), **OPTIONS)
-        tokens = expected.sequences[0, len(row) :].tolist()
-        if result.tokens != tokens:
-            step = next(i for i, (a, e) in enumerate(zip(result.tokens, tokens)) if a != e)
-            best = expected.logits[step][0].topk(2).values
-            assert best[0] - best[1] < CLOSE_CALL, f"{result.tokens}, expected {tokens}"
+        assert_same(result, generate(model, padded([row]), **OPTIONS))
 
 
 DOORS = {"padded": through_padded_cache, "cache": through_cache, "batch": through_batch}

@@ -28,10 +28,10 @@ from pagedkv.hf.model import cache_config, text_config
 from pagedkv.models import layer_kinds, shared_layers
 from pagedkv.models.kinds import index_layers
 from tests.batch.generating import assert_same, generator
-from tests.hf.doors import OPTIONS, SIZES, is_planned, padded, reasons, rows_of_tokens
+from tests.hf.doors import OPTIONS, SIZES, is_planned, reasons, rows_of_tokens
 from tests.hf.images import GRIDDED, MROPE, PLAIN, pictured, seeing_model
 from tests.hf.sounds import AUDIO
-from tests.hf.tiny import CLOSE_CALL, generate
+from tests.hf.tiny import CLOSE_CALL, generate, padded
 from tests.hf.zoo import IMAGE_TEXT, built
 from tests.hf.zoo import TYPES as TEXT_AND_IMAGES
 
