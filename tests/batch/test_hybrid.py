@@ -24,6 +24,7 @@ from tests.batch.generating import (
     with_own,
 )
 from tests.batch.test_threads import run_all
+from tests.contents import Boom
 from tests.effort import few
 from tests.hf.tiny import assert_same_tokens, generate, padded, prompts
 from tests.hf.zoo import built
@@ -126,10 +127,6 @@ def test_states_are_not_found_again_once_a_weight_of_a_mixer_has_changed(model, 
 
 
 # ------------------------------------------------------------------ nothing silently wrong
-
-
-class Boom(Exception):
-    pass
 
 
 @pytest.mark.parametrize("at_call", [0, 1, 4])
