@@ -29,18 +29,6 @@ def paged(model, page_size=4, **fields) -> PagedCache:
 # ------------------------------------------------------------------ ways of decoding
 
 
-@pytest.mark.parametrize("returned", [1, 3])
-def test_sampling_with_a_seed(model, returned):
-    batch = padded(prompts(9, 5, 12))
-    options = {"do_sample": True, "temperature": 0.8, "top_p": 0.9}
-    torch.manual_seed(1)
-    expected = generate(model, batch, num_return_sequences=returned, **options)
-    torch.manual_seed(1)
-    with paged(model) as cache:
-        actual = generate(model, batch, cache, num_return_sequences=returned, **options)
-    assert torch.equal(actual.sequences, expected.sequences)
-
-
 @pytest.mark.parametrize("page_size", [1, 4])
 def test_four_beams_of_four_rows_share_pages(model, page_size):
     batch = padded(prompts(13, 5, 9, 16))
@@ -81,21 +69,6 @@ def test_prompt_lookup_takes_rejected_tokens_back(model, page_size, monkeypatch)
         actual = generate(model, batch, cache, max_new_tokens=24, prompt_lookup_num_tokens=5)
         assert_same_tokens(actual, expected)
         assert min(crops.asked) < 0, "no draft token was rejected, so nothing was tested"
-        cache.kv.check()
-
-
-@pytest.mark.parametrize(("page_size", "agrees"), each_value([1, 4], [True, False]))
-def test_assistant_model(model, agrees, page_size, monkeypatch):
-    batch = padded(prompts(9))
-    assistant = tiny()
-    if agrees:
-        assistant.load_state_dict(model.state_dict())
-    expected = generate(model, batch, max_new_tokens=24)
-    with paged(model, page_size) as cache:
-        crops = Crops(cache, monkeypatch)
-        actual = generate(model, batch, cache, max_new_tokens=24, assistant_model=assistant)
-        assert_same_tokens(actual, expected)
-        assert (min(crops.asked, default=0) == 0) == agrees
         cache.kv.check()
 
 

@@ -27,27 +27,6 @@ def more(batch, text):
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
 
 
-def further(batch, text):
-    """Appends text to rows with padding, without the images."""
-    longer, mask = more(batch, text), batch["attention_mask"]
-    longer["attention_mask"][:, : mask.shape[1]] = mask
-    return longer
-
-
-def joined(batches):
-    """Batches of one row each as one, padded on the left."""
-    width = max(batch["input_ids"].shape[1] for batch in batches)
-    rows = {
-        name: torch.cat(
-            [torch.nn.functional.pad(b[name], (width - b[name].shape[1], 0)) for b in batches]
-        )
-        for name in ("input_ids", "attention_mask", "mm_token_type_ids")
-    }
-    for name in ("pixel_values", "image_grid_thw"):
-        rows[name] = torch.cat([batch[name] for batch in batches])
-    return rows
-
-
 def whole(model, batch, text):
     """Appends text to a batch's rows, with the images."""
     longer = more(batch, text)
@@ -62,14 +41,6 @@ def test_tokens_behind_an_image_are_those_of_the_dense_cache(model):
     assert (other.logits[0] - expected.logits[0]).abs().max() > 0.01, "the image is not seen"
     with PagedCache(model, **SIZES) as cache:
         assert_same_tokens(generate(model, batch, cache), expected)
-
-
-def test_beams_behind_images_of_several_rows_are_those_of_the_dense_cache(model):
-    way = {"num_beams": 3, "num_return_sequences": 3}
-    batch = seeing(model, *prompts(9, 9, 9))
-    expected = generate(model, batch, dense(model), **way)
-    with PagedCache(model, **SIZES) as cache:
-        assert_same_tokens(generate(model, batch, cache, **way), expected)
 
 
 def in_between(model, case):
@@ -106,19 +77,6 @@ def test_a_prefix_with_an_image_is_used_again_whatever_the_model_saw_in_between(
             actual = generate(model, again, cache)
             for row in range(2):
                 assert actual.sequences[row].tolist() == expected.sequences[0].tolist()
-
-
-def test_rows_take_their_positions_along_when_they_are_chosen(model):
-    two, (text,) = [seeing(model, *prompts(6), patches=n) for n in (8, 4)], prompts(4)
-    expected = generate(model, whole(model, two[1], text), dense(model))
-    rows = joined(two)
-    with PagedCache(model, **SIZES) as cache, torch.no_grad():
-        model(**rows, **named(cache))
-        cache.batch_select_indices(torch.tensor([1]))
-        in_between(model, "another image")
-        row = {name: rows[name][1:] for name in ("input_ids", "attention_mask")}
-        actual = generate(model, further(row, text), cache)
-        assert actual.sequences[0, -10:].tolist() == expected.sequences[0, -10:].tolist()
 
 
 def test_a_text_computed_after_an_image_has_the_positions_of_a_text(model):

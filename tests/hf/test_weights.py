@@ -245,16 +245,6 @@ def test_what_a_hook_is_told_is_unseen_until_prefixes_are_cleared():
 # ------------------------------------------------------------------ whose pages they are
 
 
-def test_two_models_on_the_same_pages_find_nothing_of_each_other():
-    one, rows = tiny(), prompts(9, 13)
-    two = tiny()
-    with generator(one) as first, BatchGenerator(two, cache=first.cache) as second:
-        for model, batched in ((one, first), (two, second), (one, first)):
-            for result, row in zip(batched.generate(rows, **OPTIONS), rows):
-                assert result.tokens == tokens_alone(model, row, **OPTIONS)
-                assert result.cached_tokens == 0
-
-
 @pytest.mark.parametrize("planned", [False, True])
 def test_a_file_belongs_to_the_weights_it_was_computed_with(tmp_path, planned):
     model = tiny()
