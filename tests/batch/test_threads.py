@@ -75,7 +75,7 @@ def test_every_row_of_every_thread_finishes_as_if_alone(short, threads, family, 
 
 
 @pytest.mark.parametrize(
-    "sizes", [*slow({"max_sequences": 16}), {"max_tokens": 320}, {"max_tokens": 48}]
+    "sizes", [*slow({"max_sequences": 16}, {"max_tokens": 320}), {"max_tokens": 48}]
 )
 def test_more_rows_than_fit_in_each_of_two_threads_on_pages_of_default_size(sizes):
     rows = [[3 + i % 90, 4, 5, 6, 7] for i in range(12 if "max_tokens" in sizes else 40)]

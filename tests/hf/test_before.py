@@ -74,8 +74,7 @@ OTHERS = {
 }
 
 
-@pytest.mark.parametrize("case", OTHERS)
-@pytest.mark.parametrize("family", ["llama", "gpt2"])
+@pytest.mark.parametrize(("family", "case"), each_value(["llama", "gpt2"], OTHERS))
 def test_arguments_that_pages_do_not_take(family, case):
     options, name = OTHERS[case]
     model = tiny(family)
