@@ -90,20 +90,6 @@ def test_a_window_sees_itself_and_what_is_just_before(window, schedule):
     check(texts, run(cache, texts, steps), windows=(window, None, window))
 
 
-@pytest.mark.parametrize("options", [
-    {"softcap": 5.0}, {"softcap": 0.5}, {"scale": 0.3}, {"scale": 1.0},
-    {"scale": 0.3, "softcap": 2.0}, {"scale": 0.0}, {"scale": -0.3},
-], ids=str)  # fmt: skip
-@pytest.mark.parametrize("window", [None, 9])
-def test_scale_softcap_and_window_go_together(options, window):
-    for dtype in (torch.float32, torch.bfloat16):
-        sizes = Sizes(dim=32, dtype=dtype)
-        texts = [text(sizes, n, seed=n) for n in (35, 12, 20)]
-        cache = cache_for(sizes, (LayerGroup((0,), window),))
-        results = run(cache, texts, prefill_then_decode(texts, 4), **options)
-        check(texts, results, windows=(window,), **options)
-
-
 def sinks_of(sizes: Sizes, dtype=None) -> torch.Tensor:
     """One per head, from hardly a share to nearly all of a row's weight."""
     return torch.linspace(-4, 6, sizes.heads).to(dtype or sizes.dtype)
@@ -122,18 +108,19 @@ def test_sinks_take_their_share_of_every_query(sizes, schedule):
 
 
 @pytest.mark.parametrize(
-    ("dtype", "window", "options"),
+    ("dtype", "window", "options", "with_sinks"),
     each_pair(
         [torch.float32, *HALF],
         [None, 1, 9],
-        [{}, {"softcap": 2.0}, {"scale": 0.3, "softcap": 0.5}],
+        [{}, {"softcap": 0.5}, {"scale": 0.3, "softcap": 2.0}, {"scale": 0.0}, {"scale": -0.3}],
+        [False, True],
     ),
 )
-def test_sinks_go_with_scale_softcap_and_window(dtype, window, options):
+def test_sinks_scale_softcap_and_window_go_together(dtype, window, options, with_sinks):
     sizes = Sizes(heads=6, groups=2, dim=32, dtype=dtype)
     texts = [text(sizes, n, seed=n) for n in (35, 12, 20)]
     cache = cache_for(sizes, (LayerGroup((0,), window),))
-    options = {**options, "sinks": sinks_of(sizes)}
+    options = {**options, **({"sinks": sinks_of(sizes)} if with_sinks else {})}
     results = run(cache, texts, prefill_then_decode(texts, 4), **options)
     check(texts, results, windows=(window,), **options)
 

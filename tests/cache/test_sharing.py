@@ -5,34 +5,10 @@ import random
 import pytest
 import torch
 
-from pagedkv import PagedKVCache, write_kv
+from pagedkv import write_kv
 from tests.cache.small import P, ids, make, table_of
 from tests.cases import one_group, two_groups
 from tests.contents import advance, assert_contents, start, write_step
-
-
-def grow_three(cache: PagedKVCache, salts) -> None:
-    prompt = ids(512)
-    for i, (own, salt) in enumerate(zip((100, 150, 200), salts, strict=True)):
-        text = prompt + ids(own, i + 1)
-        seq = cache.add(prompt + text[512:513], salt=salt)
-        advance(cache, {seq: text[:513]}, salt)
-        for n in (540, 512 + own):
-            advance(cache, {seq: text[:n]}, salt)
-        assert_contents(cache, seq, text, salt)
-
-
-def test_three_texts_with_a_shared_prompt_of_512_take_62_pages_instead_of_126():
-    config = one_group(page_size=16, max_tokens=4096, head_dim=2)
-    shared, alone = make(config), make(config)
-    grow_three(shared, [b"", b"", b""])
-    assert shared.stats().live == 32 + 7 + 10 + 13 == 62
-    assert shared.stats().shared == 32
-    grow_three(alone, [b"1", b"2", b"3"])
-    assert alone.stats().live == 39 + 42 + 45 == 126
-    assert alone.stats().shared == 0
-    assert alone.stats().tokens_reused == 0
-    assert shared.stats().tokens_reused == 2 * 512
 
 
 def test_fork_copies_nothing_and_the_next_write_only_the_last_page():
@@ -147,39 +123,6 @@ def test_heads_of_full_and_of_partly_filled_pages_are_found(common, hit):
     cache.check()
 
 
-@pytest.mark.parametrize("accepted", [0, 1, 2, 3, 5])
-@pytest.mark.parametrize("by_count", [False, True])
-def test_rejected_tokens_are_never_found(accepted, by_count):
-    cache, text = make(), ids(6)
-    a = start(cache, text)
-    draft = ids(11)
-    if by_count:
-        step = cache.prepare([a], num_new=5)
-        write_step(cache, step, [draft])
-        cache.commit(step, [accepted], tokens=[draft[6:]])
-    else:
-        advance(cache, {a: draft}, accepted=[accepted])
-    assert cache.length(a) == 6 + accepted
-    cache.check()
-    assert_contents(cache, a, draft[: 6 + accepted])
-    b = cache.add([*draft, 99])
-    assert cache.length(b) == 6 + accepted
-    assert_contents(cache, b, draft[: 6 + accepted])
-    assert cache.stats().live == -(-(6 + accepted) // P), "pages without a committed slot go back"
-
-
-def test_tokens_of_an_aborted_step_are_never_found():
-    cache = make()
-    a = cache.add(ids(6))
-    step = cache.prepare([a])
-    write_step(cache, step, [ids(6)])
-    b = cache.add(ids(6))
-    assert cache.length(b) == 0, "not committed, not findable"
-    cache.abort(step)
-    assert cache.length(cache.add(ids(6))) == 0
-    assert cache.stats().live == 0
-
-
 def test_ids_given_at_commit_make_a_count_fed_step_findable():
     cache = make()
     a, b = cache.add(), cache.add()
@@ -225,24 +168,6 @@ def test_ten_thousand_pairs_of_fingerprint_and_salt_have_their_own_roots():
             root = cache._tables.index.root(salt)
             assert root not in seen
             seen.add(root)
-
-
-def test_clear_prefixes_forgets_what_is_cached_and_what_is_live():
-    cache, text = make(), ids(10)
-    cache.free(start(cache, ids(8, 1)))
-    a = start(cache, text)
-    cache.clear_prefixes()
-    assert (cache.stats().cached, cache.stats().free + cache.stats().live) == (0, 16)
-    assert cache.length(cache.add(text)) == 0
-    assert cache.length(cache.add(ids(8, 1))) == 0
-    assert_contents(cache, a, text)
-    # Its first pages are of the old weights: what it computes from now on is not findable either,
-    # not even below a prefix that is.
-    advance(cache, {a: ids(14)})
-    b = cache.add(ids(10))
-    advance(cache, {b: ids(10)})
-    assert cache.length(cache.add([*ids(14), 99])) == 10
-    assert_contents(cache, a, ids(14))
 
 
 @pytest.mark.parametrize("taken", [2, 3, 4, 5, 6])

@@ -11,10 +11,6 @@ def make(config: CacheConfig | None = None, debug: bool = True, **fields) -> Pag
     return PagedKVCache(config or one_group(**fields), device="cpu", debug=debug)
 
 
-def ids(n: int, seed: int = 0) -> list[int]:
-    return [1000 * seed + i for i in range(n)]
-
-
 def pages(cache: PagedKVCache) -> tuple[int, int, int]:
     stats = cache.stats()
     return stats.pages, stats.reserved, stats.growths

@@ -7,10 +7,11 @@ from pagedkv import CacheConfig, OutOfPagesError, PagedKVCache, paged_attention
 from pagedkv.errors import OpenStepError
 from pagedkv.kernels.reference import paged_attention as reference
 from pagedkv.storage import memory
+from tests.cache.small import ids
 from tests.cases import CASES, one_group, two_groups
 from tests.contents import advance, assert_contents, kv_of, start, write_step
 from tests.effort import slow
-from tests.pages.growing import P, ids, make, pages
+from tests.pages.growing import P, make, pages
 from tests.world import World
 
 # ------------------------------------------------------------------ growing

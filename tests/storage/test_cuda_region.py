@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from pagedkv import BudgetExceeded, OutOfPagesError, PagedKVCache
 from pagedkv.storage import cuda_region as virtual
 from pagedkv.storage import memory
+from tests.cache.small import ids
 from tests.cases import Case, one_group, two_groups
 from tests.contents import advance, assert_contents, start
 from tests.effort import examples, sampled
@@ -38,10 +39,6 @@ def cache_on(**fields) -> PagedKVCache:
     """4 KiB a page, layer and tensor: 16 pages a chunk."""
     fields = {"head_dim": 32, "page_size": 16, "max_tokens": 4096, "growth_step": 160, **fields}
     return PagedKVCache(one_group(**fields), device="cpu", debug=True)
-
-
-def ids(n: int, seed: int = 0) -> list[int]:
-    return [1000 * seed + i for i in range(n)]
 
 
 # ------------------------------------------------------------------ chunks

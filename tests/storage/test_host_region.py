@@ -8,9 +8,10 @@ import torch
 
 from pagedkv import BudgetExceeded, CacheConfig, OutOfPagesError, PagedKVCache, paged_attention
 from pagedkv.storage import memory
+from tests.cache.small import ids
 from tests.cases import one_group, two_groups
 from tests.contents import advance, assert_contents, start
-from tests.pages.growing import ids, make, pages
+from tests.pages.growing import make, pages
 
 
 def test_a_limit_far_beyond_the_machine_costs_addresses_only():

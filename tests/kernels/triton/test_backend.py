@@ -124,14 +124,6 @@ def test_which_pages_a_row_has_and_how_they_lie_changes_no_bit(window):
         assert_same(attend(step), expected)
 
 
-def test_a_second_call_gives_the_same_bits_whatever_was_asked_between():
-    step = step_of(ROWS)
-    first = attend(step)
-    for other in ({"sinks": True}, {"window": 9}, {"softcap": 2.0}):
-        check(step_of(ROWS, **other))
-    assert_same(attend(step), first)
-
-
 def test_a_row_is_the_same_in_a_mixed_step_and_alone():
     step = step_of(ROWS, window=50, sinks=True)
     out, lse = attend(step)
