@@ -7,7 +7,7 @@ from pagedkv import CacheConfig, LayerGroup, PagedKVCache, PrefixStore
 from pagedkv.errors import SequenceTooLongError, TooManySequencesError
 from pagedkv.trace import replay
 from tests.cache.stored import PIECE, TEXT, compute, files, make
-from tests.cases import in_few_bits, latent, one_group, two_groups, two_shapes, window_only
+from tests.cases import in_few_bits, one_group, two_groups
 from tests.contents import advance, assert_contents, start
 
 NAMED = {"fingerprint": b"a model"}
@@ -30,38 +30,6 @@ def test_a_text_that_parts_finds_the_pieces_it_shares(folder):
     assert compute(make(folder), TEXT[:17]) == 2 * PIECE
     assert compute(make(folder), TEXT[:16]) == 15  # the last token is always computed
     assert compute(make(folder), TEXT[:7]) == 0
-
-
-@pytest.mark.parametrize(
-    "config",
-    [
-        one_group(**NAMED),
-        one_group(page_size=1, **NAMED),
-        one_group(page_size=16, **NAMED),  # larger than a piece
-        latent(**NAMED),
-        two_shapes(rollback=PIECE, **NAMED),
-        two_groups(rollback=PIECE, **NAMED),
-        window_only(rollback=PIECE, **NAMED),
-        one_group(host_tokens=64, **NAMED),
-        one_group(growth_step=8, **NAMED),
-        one_group(dtype="bfloat16", **NAMED),
-    ],
-    ids=lambda config: f"{config.page_size} {config.groups} {config.dtype}",
-)
-def test_bits_are_those_that_were_computed(folder, config):
-    text = TEXT + TEXT[::-1]
-    first, other = make(folder, config), make(folder, config)
-    seq = start(first, text)
-    copy = other.add(text)
-    size = max(PIECE, config.page_size)
-    assert other.length(copy) == len(text) // size * size
-    other.check()
-    advance(other, {copy: text})
-    assert_contents(other, copy, text)
-    for layer in range(config.num_layers):
-        for ours, theirs in zip(other.gather(copy, layer), first.gather(seq, layer)):
-            n = min(len(ours), len(theirs))
-            assert torch.equal(ours[-n:], theirs[-n:])
 
 
 def test_scales_that_are_too_small_for_a_piece_have_it_computed_again(folder):

@@ -77,21 +77,6 @@ def test_pages_without_a_state_are_not_found_nor_a_state_without_pages():
     assert_state(cache, other, [7] * 64)
 
 
-def test_salts_and_cleared_prefixes_keep_states_apart():
-    cache = make(8)
-    seq = begin(cache, TEXT[:6])
-    cache.checkpoint(seq)
-    assert cache.length(cache.add(TEXT, salt=b"another")) == 0
-    cache.clear_prefixes()
-    assert cache.checkpoints(seq) == []
-    assert cache.length(cache.add(TEXT)) == 0
-    cache.checkpoint(seq)  # of a text whose ids count as unknown now
-    assert cache.length(cache.add(TEXT)) == 0
-    grow(cache, {seq: TEXT})
-    cache.truncate(seq, 6)
-    assert_state(cache, seq, TEXT[:6])
-
-
 # ------------------------------------------------------------------ shared
 
 
@@ -107,22 +92,6 @@ def test_256_forks_of_a_long_prefix_take_no_slot_until_their_first_token():
     cache.check()
     assert_state(cache, seq, text)
     assert_state(cache, forks[3], [*text, 3])
-
-
-def test_slots_in_use_are_those_of_rows_shared_ones_once_and_checkpoints():
-    cache = make(8)
-    seq = begin(cache, TEXT[:5])
-    assert slots(cache) == 1
-    cache.checkpoint(seq)
-    forks = cache.fork(seq, 3)
-    assert (slots(cache), cache.stats().checkpoints) == (1, 1)
-    grow(cache, {seq: TEXT[:6]})
-    assert slots(cache) == 2
-    grow(cache, {fork: [*TEXT[:5], i] for i, fork in enumerate(forks)})
-    assert slots(cache) == 5  # four rows and the checkpoint
-    cache.free([seq, *forks])
-    assert (slots(cache), cache.stats().checkpoints) == (1, 1)
-    assert "1 states, 1 checkpoints" in str(cache.stats())
 
 
 def test_a_sole_owner_writes_where_its_state_is():
@@ -302,23 +271,6 @@ def test_a_commit_without_memory_for_states_changes_nothing_and_can_be_tried_aga
     cache.commit(step, [2, 0])
     assert_state(cache, first, [*TEXT[:5], 1, 2])
     assert_state(cache, second, [8, 8])
-    cache.check()
-
-
-@pytest.mark.parametrize("shared", [False, True])
-def test_an_aborted_step_leaves_states_bit_for_bit(shared):
-    cache = make(3)
-    seq = begin(cache, TEXT[:5])
-    others = cache.fork(seq) if shared else []
-    before = [cache.read_state(seq, layer) for layer in range(2)]
-    step = cache.prepare([seq], [[1, 2]])
-    write_all(cache, step, [[*TEXT[:5], 1, 2]], [b""])
-    cache.check()
-    cache.abort(step)
-    for layer, states in enumerate(before):
-        for x, y in zip(cache.read_state([seq, *others], layer), states, strict=True):
-            assert torch.equal(x, y.expand_as(x))
-    assert slots(cache) == 1
     cache.check()
 
 

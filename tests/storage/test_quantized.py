@@ -16,7 +16,8 @@ from tests.storage.coded import LAYERS, PAIRS, config, feed, kv, part, words
 # ------------------------------------------------------------------ numbers
 
 
-def test_an_element_of_fp8_is_off_by_half_a_step():  # others: tests/kernels/test_encode.py
+def test_an_element_of_fp8_is_off_by_half_a_step():
+    """Others: `tests/kernels/triton/test_page_coding.py`."""
     x = torch.randn(3, 2, 16, 64) * torch.rand(64) * 9
     back = decode(*encode(x, FP8, torch.full((2, 1, 1), 0.125)), FP8, torch.float32)
     half = (x.abs() * 2**-4).clamp(min=0.125 * 2**-10)
