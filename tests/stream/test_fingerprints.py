@@ -21,12 +21,6 @@ from tests.stream.models import in_memory, make, placed, save, stream
 SIZES = {"max_tokens": 512, "page_size": 4}
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    torch.manual_seed(0)
-    return save(make("llama"), tmp_path_factory.mktemp("llama"))
-
-
 def other(folder, change, tmp_path):
     """The checkpoint with one tensor changed."""
     model = in_memory(folder)

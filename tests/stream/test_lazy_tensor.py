@@ -18,13 +18,7 @@ from pagedkv.stream.lazy_tensor import Absent
 from pagedkv.stream.skeleton import build
 from tests.effort import each_value
 from tests.hf.tiny import prompts
-from tests.stream.models import CPU, assert_bits, in_memory, make, placed, save, stream
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    torch.manual_seed(0)
-    return save(make("llama"), tmp_path_factory.mktemp("llama"))
+from tests.stream.models import CPU, assert_bits, in_memory, make, placed, stream
 
 
 @pytest.fixture

@@ -7,15 +7,9 @@ from pagedkv import BatchGenerator, BudgetExceeded, LayerStreamer, PagedCache, p
 from tests.effort import few
 from tests.hf.modes import UNEVEN
 from tests.hf.tiny import generate, named, padded, prompts, tiny
-from tests.stream.models import in_memory, make, ragged, save, stream
+from tests.stream.models import in_memory, ragged, save, stream
 
 SIZES = {"max_tokens": 512, "page_size": 4}
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    torch.manual_seed(0)
-    return save(make("llama"), tmp_path_factory.mktemp("llama"))
 
 
 @pytest.fixture(scope="module")

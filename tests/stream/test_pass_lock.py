@@ -10,14 +10,7 @@ import torch
 
 from pagedkv.errors import StreamError
 from tests.effort import each_value
-from tests.stream.models import in_memory, make, placed, save, stream
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    torch.manual_seed(0)
-    return save(make("llama"), tmp_path_factory.mktemp("llama"))
-
+from tests.stream.models import in_memory, placed, stream
 
 TEXTS = [torch.tensor([[i, i + 1, i + 2]]) for i in range(1, 9)]
 GLUE = {"embedding": False, "head": False, "head_rows": 101}

@@ -31,12 +31,6 @@ from tests.hf.tiny import generate, prompts
 from tests.stream.models import CPU, assert_bits, in_memory, make, placed, ragged, save, stream
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    torch.manual_seed(0)
-    return save(make("llama"), tmp_path_factory.mktemp("llama"))
-
-
 def cold(streamer: LayerStreamer) -> LayerStreamer:
     """One whose file system cannot say what it has at hand: the reader thread works throughout."""
     streamer._store.reader._can_ask = False

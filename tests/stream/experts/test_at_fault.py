@@ -1,6 +1,7 @@
 """Errors while experts are read: nothing is garbled, nothing hangs, and it goes on."""
 
 import os
+import shutil
 import sys
 import threading
 
@@ -15,14 +16,9 @@ from tests.stream.experts.residency import pages_of, resident
 from tests.stream.models import decode, in_memory, make, on_read, save, stream
 
 
-@pytest.fixture
-def folder(tmp_path):
-    return save(make("qwen3_moe", num_experts=32, num_experts_per_tok=4), tmp_path)
-
-
-def test_close_from_another_thread_waits_for_the_pass_that_reads(folder, monkeypatch):
-    expected = decode(in_memory(folder), [3])[0]
-    streamer = stream(folder, expert_slots=4)
+def test_close_from_another_thread_waits_for_the_pass_that_reads(wide, monkeypatch):
+    expected = decode(in_memory(wide), [3])[0]
+    streamer = stream(wide, expert_slots=4)
     closing = threading.Thread(target=streamer.close)
     on_read(streamer, monkeypatch, 1, lambda *_: closing.start(), "experts")
     assert torch.equal(decode(streamer.model, [3])[0], expected)
@@ -32,18 +28,18 @@ def test_close_from_another_thread_waits_for_the_pass_that_reads(folder, monkeyp
         decode(streamer.model, [3])
 
 
-def test_close_within_a_pass_ends_the_pass_with_an_error(folder, monkeypatch):
-    streamer = stream(folder, expert_slots=4)
+def test_close_within_a_pass_ends_the_pass_with_an_error(wide, monkeypatch):
+    streamer = stream(wide, expert_slots=4)
     on_read(streamer, monkeypatch, 1, lambda *_: streamer.close(), "experts")
     with pytest.raises(PagedKVError):
         decode(streamer.model, [3])
 
 
-def test_two_threads_compute_the_bits_of_one(folder):
+def test_two_threads_compute_the_bits_of_one(wide):
     tokens = list(range(1, 13))
-    expected = decode(in_memory(folder), tokens)
+    expected = decode(in_memory(wide), tokens)
     found: dict[int, list] = {}
-    with stream(folder, expert_slots=4) as streamer:
+    with stream(wide, expert_slots=4) as streamer:
         threads = [
             threading.Thread(target=lambda i=i: found.update({i: decode(streamer.model, tokens)}))
             for i in range(2)
@@ -57,7 +53,9 @@ def test_two_threads_compute_the_bits_of_one(folder):
         assert all(torch.equal(mine, theirs) for mine, theirs in zip(each, expected))
 
 
-def test_a_file_that_shrinks_is_an_error_that_names_the_tensor(folder, monkeypatch):
+def test_a_file_that_shrinks_is_an_error_that_names_the_tensor(wide, tmp_path, monkeypatch):
+    folder = shutil.copytree(wide, tmp_path / "copy")
+
     def shrink(run, memory):
         for file in folder.glob("*.safetensors"):
             os.truncate(file, 1000)
@@ -94,14 +92,12 @@ def test_a_read_that_fails_leaves_no_memory_to_what_did_not_come(memory, tmp_pat
 
 @pytest.mark.parametrize("implementation", ["eager", "batched_mm"])
 @pytest.mark.parametrize("expert", [32, 10**6, -1])
-def test_a_router_that_names_an_expert_beyond_them_fails_as_in_memory(
-    expert, implementation, folder
-):
+def test_a_router_that_names_an_expert_beyond_them_fails_as_in_memory(expert, implementation, wide):
     index = torch.tensor([[0, 1, 2, expert]])
     weights, hidden = torch.ones(1, 4), torch.randn(1, 32)
     outcomes = []
-    with stream(folder, expert_slots=4) as streamer:
-        expected = in_memory(folder)
+    with stream(wide, expert_slots=4) as streamer:
+        expected = in_memory(wide)
         for model in (expected, streamer.model):
             model.set_experts_implementation(implementation)
             module = model.model.layers[0].mlp.experts
@@ -118,8 +114,8 @@ def test_a_router_that_names_an_expert_beyond_them_fails_as_in_memory(
 
 
 @pytest.mark.parametrize("index", [None, torch.ones(1, 4), [[0, 1, 2, 3]]])
-def test_a_routing_that_is_no_index_is_refused_by_name(index, folder):
-    with stream(folder, expert_slots=4) as streamer, torch.no_grad():
+def test_a_routing_that_is_no_index_is_refused_by_name(index, wide):
+    with stream(wide, expert_slots=4) as streamer, torch.no_grad():
         module = streamer.model.model.layers[0].mlp.experts
         with pytest.raises(PagedKVError, match="experts: expected an index"):
             module(torch.zeros(1, 32), index, torch.ones(1, 4))
@@ -151,9 +147,9 @@ INNER = {
     each_value(INNER, [(1, 1.0), (6, 1.0), (59, -1.0)], [0, 3]),
 )
 def test_what_is_called_while_experts_compute_is_refused_and_the_pass_goes_on(
-    inner, pass_, resident, folder
+    inner, pass_, resident, wide
 ):
-    expected, refused = in_memory(folder), []
+    expected, refused = in_memory(wide), []
     count, most = pass_
 
     def hook(*_):
@@ -162,7 +158,7 @@ def test_what_is_called_while_experts_compute_is_refused_and_the_pass_goes_on(
                 refused.append(INNER[inner](streamer.model))
             refused.append(error)
 
-    with stream(folder, expert_slots=4, resident_layers=resident) as streamer:
+    with stream(wide, expert_slots=4, resident_layers=resident) as streamer:
         streamer._passes._most_alone = most
         gate = streamer.model.model.layers[0].mlp.experts.act_fn
         handle = gate.register_forward_pre_hook(hook)

@@ -17,9 +17,9 @@ from tests.stream.models import in_memory, make, ragged, save, stream
 SPARSE = {"num_experts": 16, "num_experts_per_tok": 4}
 
 
-@pytest.fixture
-def folder(tmp_path):
-    return save(make("qwen3_moe", **SPARSE), tmp_path)
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return save(make("qwen3_moe", **SPARSE), tmp_path_factory.mktemp("sparse"))
 
 
 def fused(model, folder):

@@ -34,12 +34,6 @@ def in_slots(monkeypatch):
     monkeypatch.setattr(placement, "needs_slots", lambda device: True)
 
 
-@pytest.fixture
-def wide(tmp_path):
-    """Folder of a model of 32 experts, of which a token needs 4."""
-    return save(make("qwen3_moe", num_experts=32, num_experts_per_tok=4), tmp_path)
-
-
 def experts_of(streamer):
     found = [experts for _, experts in streamer._passes._places.experts]
     assert all(isinstance(experts, SlottedExperts) for experts in found)

@@ -22,11 +22,6 @@ from tests.stream.models import assert_bits, decode, in_memory, make, save, stre
 WIDE = {"num_experts": 32, "num_experts_per_tok": 4}
 
 
-@pytest.fixture(scope="module")
-def wide(tmp_path_factory):
-    return save(make("qwen3_moe", **WIDE), tmp_path_factory.mktemp("wide"))
-
-
 def prompt(model, count):
     with torch.no_grad():
         return model(torch.arange(1, 1 + count)[None], use_cache=False).logits
