@@ -132,12 +132,6 @@ def built(aot: Path) -> list[str]:
     return sorted(path.stem for path in aot.glob("*/*.so"))
 
 
-def size(*folders: Path) -> float:
-    """MiB of all files under some folders."""
-    files = (path for folder in folders for path in folder.rglob("*") if path.is_file())
-    return sum(path.stat().st_size for path in files) / 2**20
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--work", type=Path, default=WORK, help="folder of the build products")
@@ -154,7 +148,7 @@ def main() -> None:
     make_host(options.work / "host")
     prepare_compiler(options.work / "host", options.work / "build")
     compile_modules(aot, list(MODULES) if options.only is None else options.only)
-    print(f"to carry: {size(wheels, aot):.1f} MiB in {wheels} and {aot}")
+    print(f"to carry: {wheels} and {aot}")
 
 
 if __name__ == "__main__":

@@ -176,6 +176,5 @@ def test_dry_run(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_modules_that_are_built_are_found(tmp_path: Path) -> None:
     (tmp_path / "page").mkdir()
-    (tmp_path / "page" / "page.so").write_bytes(b"x" * 2**20)
+    (tmp_path / "page" / "page.so").touch()
     assert build.built(tmp_path) == ["page"]
-    assert build.size(tmp_path) == 1

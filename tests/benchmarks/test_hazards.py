@@ -1,7 +1,5 @@
 """The gate on asynchronous products finds faults that are planted in what the compiler made."""
 
-import json
-
 import pytest
 
 pytest.importorskip("triton")
@@ -63,42 +61,3 @@ def test_a_refill_without_a_barrier_behind_the_wait_is_found():
     assert hazards.found(read(without), 8, {"LDGSTS"}) == ("0x20 LDGSTS.E.BYPASS.128",)
     assert hazards.found(read(without), 4, {"LDGSTS"}) == ()  # one group waits for itself
     assert hazards.found(read(without), 8, {"STS"}) == ()  # what is copied is not what is read
-
-
-PLANTED = """
-import json
-from pathlib import Path
-from benchmarks.compiled import hazards, shipped
-from benchmarks.compiled.flow import Flow, operands_by
-from benchmarks.compiled.sass import disassemble
-from pagedkv.kernels.triton.card import absent_card
-
-told = {}
-with absent_card(90):
-    for one in shipped.shipped(90):
-        if one.name not in ("prefill D128 p16", "Gluon prefill D128 p16"):
-            continue
-        made = one.compile()
-        paths = {Path(name).suffix[1:]: path for name, path in made.metadata_group.items()}
-        code = disassemble(Path(paths["cubin"]), made.name).listing
-        by = {"SYNCS.ARRIVE"}
-        if "ttir" in paths:
-            by = operands_by(Flow(str(paths["ttgir"]), made.metadata.target))
-        told[one.name] = [len(hazards.found(lines, 8, by)) for lines in (
-            code,
-            [x for x in code if not hazards.is_wait(x)],
-            [x for x in code if x.base != "BAR"],
-        )]
-print(json.dumps(told))
-"""
-
-
-@pytest.mark.slow
-def test_faults_that_are_planted_in_compiled_kernels_are_found(tmp_path, forked):
-    env = {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
-    found = json.loads(forked(PLANTED, **env))
-    assert len(found) == 2
-    for clean, without_waits, without_barriers in found.values():
-        assert clean == 0
-        assert without_waits > 0
-        assert without_barriers > 0

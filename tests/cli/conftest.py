@@ -31,6 +31,17 @@ def answers(printed: str) -> list[str]:
     return found
 
 
+def by_place(rows: list[dict]) -> dict[tuple[int, int], dict]:
+    """Rows by their place, without what depends on the rows beside them."""
+    found = {(row["index"], row["sample"]): row for row in rows}
+    assert len(found) == len(rows), "a row is there twice"
+    told = ("cached_tokens", "made_with")
+    return {
+        place: {name: value for name, value in row.items() if name not in told}
+        for place, row in found.items()
+    }
+
+
 @pytest.fixture(scope="session")
 def checkpoints(tmp_path_factory):
     """Saves a tiny llama with a tokenizer of one letter for each id; returns its folder."""

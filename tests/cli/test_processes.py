@@ -10,6 +10,8 @@ import time
 
 import pytest
 
+from tests.cli.conftest import by_place
+
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(sys.platform == "win32", reason="signals and terminals of Unix"),
@@ -49,16 +51,6 @@ def wait_for(process, condition) -> None:
 
 def lines_of(path) -> int:
     return path.read_bytes().count(b"\n") if path.exists() else 0
-
-
-def by_place(rows) -> dict:
-    """Rows by their place, without what depends on the rows beside them."""
-    found = {(row["index"], row["sample"]): row for row in rows}
-    assert len(found) == len(rows), "a row is there twice"
-    return {
-        place: {name: value for name, value in row.items() if name != "cached_tokens"}
-        for place, row in found.items()
-    }
 
 
 def test_a_job_that_is_killed_again_and_again_ends_as_if_nothing_had_happened(

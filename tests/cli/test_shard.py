@@ -13,6 +13,7 @@ import pytest
 from pagedkv.cli import job as jobs
 from pagedkv.cli.errors import UsageError
 from pagedkv.cli.shard import Shard, shard_of
+from tests.cli.conftest import by_place
 from tests.effort import few
 
 # ------------------------------------------------------------------ which it is
@@ -116,16 +117,6 @@ def prompts(tmp_path_factory):
 
 def computed(rows):
     return sum(len(row["prompt"]) - row["cached_tokens"] for row in rows)
-
-
-def by_place(rows):
-    found = {(row["index"], row["sample"]): row for row in rows}
-    assert len(found) == len(rows), "a row is there twice"
-    told = ("cached_tokens", "made_with")  # of the rows that were computed beside it
-    return {
-        place: {name: value for name, value in row.items() if name not in told}
-        for place, row in found.items()
-    }
 
 
 @pytest.mark.parametrize("n", few([2, 4, 8], 4))

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.conftest import LETTERS, SHORT
-from tests.cli.test_processes import by_place, lines_of, wait_for
+from tests.cli.conftest import LETTERS, SHORT, by_place
+from tests.cli.test_processes import lines_of, wait_for
 from tests.hf.tiny import tiny
 from tests.hf.zoo import built
 
