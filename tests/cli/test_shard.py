@@ -256,6 +256,16 @@ def test_a_row_that_ended_in_an_error_elsewhere_is_tried_again(generate, half, t
     assert [row["index"] for row in rows(tmp_path / "out-00000-of-00001.jsonl")] == [0, 1]
 
 
+def test_prompts_that_are_added_move_no_row_to_another_shard(generate, half, tmp_path, rows):
+    job, _ = half
+    with (tmp_path / "prompts.txt").open("a") as file:
+        file.write("\naaa\naab")  # which come first in the order
+    for i in range(2):
+        generate(*job, "--shard", f"{i}/2")
+    found = [row["index"] for path in tmp_path.glob("out-*") for row in rows(path)]
+    assert sorted(found) == [0, 1, 2, 3]
+
+
 def test_each_shard_has_a_trace_of_its_own(generate, tmp_path):
     for i in range(2):
         trace = ("--trace", tmp_path / "t.trace")
