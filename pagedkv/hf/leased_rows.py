@@ -339,7 +339,7 @@ class LeasedRows(ForwardCache):
         return self._packings.unpacked(out, query)
 
     def num_queries(self, new: int) -> Ints:
-        return self._packings.of(new).counts
+        return self._packings.counts(new)
 
     def length_behind(self, new: int) -> int:
         return self.seen + new

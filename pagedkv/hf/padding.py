@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import numpy as np
 import torch
 from torch import Tensor
@@ -12,35 +10,8 @@ from pagedkv.arrays import Bools, Ints
 from pagedkv.errors import UnsupportedModelError
 
 
-class Packing(NamedTuple):
-    """Tokens of a padded batch `[B, n]`, packed row after row.
-
-    Attributes:
-        places: `[T]`, the place of each in `[B * n]`, on the host; None for all in order.
-        counts: the number of tokens of each row that has any in the step.
-    """
-
-    places: Ints | None
-    counts: Ints
-
-
-def packing(batch: int, new: int, computed: Bools | None) -> Packing:
-    """Makes the packing of the last `new` tokens of each row.
-
-    Args:
-        computed: `[B, q]`, which tokens the step has; None for all.
-    """
-    if computed is None:
-        return Packing(None, np.full(batch, new))
-    last = computed[:, -new:].copy()
-    # Each row of a step needs at least one query; the output of one that is padding is not read.
-    last[:, -1] |= computed.any(1) & ~last.any(1)
-    counts = last.sum(1)
-    return Packing(np.flatnonzero(last), counts[counts > 0])
-
-
 class Packings:
-    """The packings of a forward: of all tokens, and of each row's last ones for some layers.
+    """Packs the tokens of a padded batch row after row: all, or only each row's last ones.
 
     Args:
         batch: rows.
@@ -49,18 +20,28 @@ class Packings:
 
     def __init__(self, batch: int, computed: Bools | None) -> None:
         self._batch, self._computed = batch, computed
-        self._made: dict[int, Packing] = {}
+        self._made: dict[int, tuple[Ints | None, Ints]] = {}
         self._places: dict[tuple[int, torch.device], Tensor] = {}
 
-    def of(self, new: int) -> Packing:
-        """Returns the packing of the last `new` tokens of each row."""
+    def counts(self, new: int) -> Ints:
+        """Counts the packed ones of the last `new` tokens of each row that has any in the step."""
+        return self._of(new)[1]
+
+    def _of(self, new: int) -> tuple[Ints | None, Ints]:
+        """Returns the places of packed tokens in `[B * new]`, None for all, and counts of rows."""
         if new not in self._made:
-            self._made[new] = packing(self._batch, new, self._computed)
+            self._made[new] = None, np.full(self._batch, new)
+            if self._computed is not None:
+                last = self._computed[:, -new:].copy()
+                # Each row of a step needs a query; the output of one that is padding is not read.
+                last[:, -1] |= self._computed.any(1) & ~last.any(1)
+                counts = last.sum(1)
+                self._made[new] = np.flatnonzero(last), counts[counts > 0]
         return self._made[new]
 
     def _at(self, new: int, device: torch.device) -> Tensor | None:
         """Returns the places of the last `new` tokens, on the device of a layer."""
-        places = self.of(new).places
+        places, _ = self._of(new)
         if places is None:
             return None
         if (new, device) not in self._places:

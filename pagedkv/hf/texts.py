@@ -60,20 +60,6 @@ class Told(NamedTuple):
         return cls(kept_copy(ids) if stands_in else None, positions, types, stands_in)
 
 
-class _Added(NamedTuple):
-    """The tokens that a forward has added.
-
-    Attributes:
-        column: the column of the first token that it was given.
-        added: `[B, q]`, which tokens are new; None for all.
-    """
-
-    told: Told
-    column: int
-    columns: int
-    added: Bools | None
-
-
 class Texts:
     """The ids and positions of rows, on the host; `UNKNOWN` for ids that no forward gave.
 
@@ -87,7 +73,7 @@ class Texts:
         self._table[1] = np.arange(self._table.shape[-1])
         for i, row in enumerate(rows):
             self._table[0, i, : len(row)] = row
-        self._waiting: list[_Added] = []
+        self._waiting: list[tuple[Told, int, int, Bools | None]] = []  # what `add` was given
 
     @classmethod
     def unknown(cls, lengths: Sequence[int]) -> Texts:
@@ -128,11 +114,16 @@ class Texts:
         return bool(((ids >= 0) & (np.arange(ids.shape[1]) < self._lengths[:, None])).any())
 
     def add(self, told: Told, column: int, columns: int, added: Bools | None, batch: int) -> None:
-        """Adds the tokens of a forward to the rows, of which there are `batch`."""
+        """Adds the tokens of a forward to the rows, of which there are `batch`.
+
+        Args:
+            column: the column of the first token that it was given, of `columns`.
+            added: `[B, q]`, which tokens are new; None for all.
+        """
         if len(self._lengths) != batch and not self._waiting:
             self._table = np.empty((2, batch, 0), np.int32)
             self._lengths = np.zeros(batch, np.int64)
-        self._waiting.append(_Added(told, column, columns, added))
+        self._waiting.append((told, column, columns, added))
         if len(self._waiting) == WAITING:
             self._settle()
 
