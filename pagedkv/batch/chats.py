@@ -78,7 +78,10 @@ def rendered(by: Any, messages: Any, told: Told, **how: Any) -> Any:
         how: arguments for the form of the result.
     """
     require_known(by, told)
-    ends = {} if told.keys() & {*ENDS} else end_options(messages)
+    ends = {}
+    if not told.keys() & {*ENDS}:  # a last assistant message goes on, else an answer begins
+        goes_on = bool(messages) and messages[-1].get("role") == "assistant"
+        ends = {ENDS[goes_on]: True}
     return by.apply_chat_template(messages, **ends, **told, tokenize=True, **how)
 
 
@@ -86,12 +89,6 @@ def chat_ids(tokenizer: Any, messages: list[Any], told: Told) -> list[int]:
     """Returns the ids of chat messages, up to where the answer begins or goes on."""
     ids: list[int] = rendered(tokenizer, messages, told, return_dict=False)
     return ids
-
-
-def end_options(messages: Any) -> dict[str, bool]:
-    """Returns options by which a template continues a last assistant message, or begins one."""
-    goes_on = bool(messages) and messages[-1].get("role") == "assistant"
-    return {"continue_final_message" if goes_on else "add_generation_prompt": True}
 
 
 def require_chats(prompts: list[Any], each: list[Told]) -> None:

@@ -186,8 +186,3 @@ class Outcome:
     finished: list[Row] = field(default_factory=list)
     failed: list[Row] = field(default_factory=list)
     forking: list[Row] = field(default_factory=list)
-
-    @property
-    def gone(self) -> set[int]:
-        """`id` of each row that leaves."""
-        return {id(row) for row in (*self.finished, *self.failed)}

@@ -158,7 +158,7 @@ class StepRunner:
             raise
         self._commit(outcome, batch.num_fed, fed)
         self._hand_out(outcome, rows, flight.chosen)
-        gone = outcome.gone
+        gone = {id(row) for row in (*outcome.finished, *outcome.failed)}
         if may_repeat and not gone and self._may_run_ahead(batch, chosen):
             self._flight = InFlight(batch, chosen)
         else:

@@ -48,7 +48,6 @@ _KEEPS: dict[tuple[bool, bool], Keeps] = {
 }  # fmt: skip
 TOKENS = 8
 PAGES: dict[str, Any] = {"max_tokens": 512, "max_sequences": 16, "fingerprint": b"tried"}
-OF_TRANSFORMERS = "transformers.models."
 
 
 def admit(model: Any, unknown: str | None, over: Any) -> None:
@@ -67,12 +66,6 @@ def admit(model: Any, unknown: str | None, over: Any) -> None:
         warn(f"model: {said}")
 
 
-def is_listed(model: PreTrainedModel) -> bool:
-    """Whether a model is known without trying: its type is transformers' own, and not refused."""
-    own = type(model).__module__.startswith(OF_TRANSFORMERS)
-    return own and seen_of(text_config(model)) is None and why_unlisted(model) is None
-
-
 @torch.no_grad()
 def look_at(model: PreTrainedModel, over: Any) -> str | None:
     """Tries an unlisted model over pages; returns a line about it, None if there was no need to.
@@ -83,7 +76,10 @@ def look_at(model: PreTrainedModel, over: Any) -> str | None:
     require_model(model)
     text = text_config(model)
     seen, dtype = seen_of(text), str(model.dtype).removeprefix("torch.")
-    if (seen is not None and seen.dtype == dtype) or why_never(model) or is_listed(model):
+    if (seen is not None and seen.dtype == dtype) or why_never(model):
+        return None
+    own = type(model).__module__.startswith("transformers.models.")
+    if own and seen is None and why_unlisted(model) is None:  # a list knows it
         return None
     require_head(model)
     if ranks_of(model).size > 1:
