@@ -113,8 +113,7 @@ class PackedModel:
             accepted = _require_packable(model)
             # Weights that must be packed are packed before pages are made, because pages take a
             # share of what is left; with "auto" after, so that pages of a caller go first.
-            asked = bool(pack_weights) and pack_weights != "auto"
-            asked = asked or batch_invariant
+            asked = batch_invariant or pack_weights not in (False, "auto")
             bits = 8 if pack_weights == "int8" else 16
             weights = packed_weights(model, bits, by_c=batch_invariant) if asked else None
             # Rounded weights make other K and V, which models with exact weights must not find.

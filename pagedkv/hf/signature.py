@@ -46,11 +46,7 @@ def takes_positions(model: Any, device: torch.device) -> bool:
 
 
 class _Reached(Exception):
-    """A model has called its decoder, with these arguments."""
-
-    def __init__(self, arguments: dict[str, Any]) -> None:
-        super().__init__()
-        self.arguments = arguments
+    """A model has called its decoder."""
 
 
 def arguments_of(
@@ -63,16 +59,19 @@ def arguments_of(
     Args:
         is_asked: whether a call with these arguments is the one; others go on.
     """
+    found: list[dict[str, Any]] = []
 
     def stop(_: nn.Module, __: Any, kwargs: dict[str, Any]) -> None:
         if is_asked(kwargs):
-            raise _Reached(kwargs)
+            found.append(kwargs)
+            raise _Reached
 
     hook = decoder.register_forward_pre_hook(stop, with_kwargs=True, prepend=True)
     try:
         run()
-    except _Reached as reached:
-        return reached.arguments
+    except Exception:  # ours, or what a model on the way makes of it
+        if not found:
+            raise
     finally:
         hook.remove()
-    return None
+    return found[0] if found else None
