@@ -117,7 +117,7 @@ class _Pair:
     """
 
     def __init__(self, index: int, choice: int, prompt: Prompt, given: Any) -> None:
-        self.index, self.choice, self.prompt, self.given = index, choice, prompt, given
+        self.index, self.choice, self.prompt = index, choice, prompt
         are_text = isinstance(prompt, str), isinstance(given, str)
         self.is_joint = all(are_text) and bool(given)
         self.behind = given if are_text == (False, True) else ""
