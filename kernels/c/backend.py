@@ -17,22 +17,14 @@ from pagedkv.kernels.formats import Pages, is_view_of_k
 from pagedkv.kernels.prefixes import Ints
 from pagedkv.kernels.scoring import Scoring
 from pagedkv.kernels.torch import backend as dense
-from pagedkv.kernels.torch.backend import copy_pages, decode_pages
+from pagedkv.kernels.torch.backend import copy_pages as copy_pages
+from pagedkv.kernels.torch.backend import decode_pages as decode_pages
 
 from . import page_coding as coded
 from .library import library
-from .page_coding import encode_pages, write_pages
+from .page_coding import encode_pages as encode_pages
+from .page_coding import write_pages as write_pages
 from .pages import FORMATS, TYPES, CPages, address_of, in_c, side_by_side
-
-__all__ = [
-    "copy_pages",
-    "decode_pages",
-    "encode_pages",
-    "paged_attention",
-    "serves",
-    "write_kv",
-    "write_pages",
-]
 
 
 def serves(*pages: Tensor | Pages) -> bool:

@@ -26,17 +26,10 @@ from . import page_coding as coded
 from . import select_pages as sparse
 from .buckets import Bucket
 from .gather import gather
-from .page_coding import decode_pages, encode_pages, write_pages
+from .page_coding import decode_pages as decode_pages
+from .page_coding import encode_pages as encode_pages
+from .page_coding import write_pages as write_pages
 from .sdpa import attend, is_fine, unmoved, without_cudnn
-
-__all__ = [
-    "copy_pages",
-    "decode_pages",
-    "encode_pages",
-    "paged_attention",
-    "write_kv",
-    "write_pages",
-]
 
 MASK_ELEMENTS = 1 << 23  # a prefill over a long prefix makes masks of blocks of queries this large
 

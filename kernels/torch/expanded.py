@@ -30,17 +30,13 @@ def attend_row(
     Returns:
         `[n, H, q, D]`, D that of V.
     """
-    past = iter(past)
-    first = next(past, None)
+    found: tuple[Tensor, Tensor] | None = None
     with without_cudnn(q.device):
-        if first is None:
-            return attend(q, k, v, scale, causal=True)
-        out, lse = _attend(q, k, v, True, scale)
-        while first is not None:
-            other, other_lse = _attend(q, *first, False, scale)
-            out, lse = merge(out, lse, other, other_lse), torch.logaddexp(lse, other_lse)
-            first = next(past, None)
-    return out
+        for block in past:
+            out, lse = found or _attend(q, k, v, True, scale)
+            other, other_lse = _attend(q, *block, False, scale)
+            found = merge(out, lse, other, other_lse), torch.logaddexp(lse, other_lse)
+        return attend(q, k, v, scale, causal=True) if found is None else found[0]
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:

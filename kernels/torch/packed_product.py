@@ -64,19 +64,13 @@ def _tried(dtype: torch.dtype) -> bool:
     packed = pack(weight)
     for n in rows:
         for added in (None, bias):
-            exact = functional.linear(x[:n].double(), weight.double(), _double(added))
+            more = torch.zeros_like(bias) if added is None else added
+            terms = [each.double() for each in (x[:n], weight, more)]
+            exact = functional.linear(*terms)
             # The bound for `inputs` products and a bias, summed in float32, and rounded once.
-            size = functional.linear(x[:n].double().abs(), weight.double().abs(), _size(added))
+            size = functional.linear(*(each.abs() for each in terms))
             bound = torch.finfo(dtype).eps * exact.abs() + (inputs + 1) * 2.0**-23 * size
             got = product(x[:n], packed, added)
             if got.dtype != dtype or not ((got.double() - exact).abs() <= bound).all():
                 return False
     return True
-
-
-def _double(bias: Tensor | None) -> Tensor | None:
-    return None if bias is None else bias.double()
-
-
-def _size(bias: Tensor | None) -> Tensor | None:
-    return None if bias is None else bias.double().abs()

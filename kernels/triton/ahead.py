@@ -31,13 +31,8 @@ from pagedkv.kernels.scoring import Terms
 from .card import AbsentCard, Chip
 from .launch import Launch, Launcher
 
-SLOW = (
-    "_latents_hopper",
-    "_prefill_hopper",
-    "_decode_hopper",
-    "_prefill",
-    "_decode",
-)  # compiled first, so that no core is left with one at the end
+# Compiled first, so that no core is left with one at the end.
+SLOW = "_latents_hopper", "_prefill_hopper", "_decode_hopper", "_prefill", "_decode"
 NO_CHIP = Chip(0, 0, 0, 0)  # for compiling, which reads none of its limits
 
 

@@ -21,34 +21,20 @@ from pagedkv.kernels.scoring import Scoring
 
 from . import decode, prefill, shared_prefix, write
 from . import page_mass as observe
-from .checks import check_call, check_lengths, check_pages, check_supported
-from .copy import copy_pages
+from .checks import check_call as check_call
+from .checks import check_lengths, check_supported
+from .checks import check_pages as check_pages
+from .copy import copy_pages as copy_pages
 from .decode_tuning import MOST_QUERIES, Tuning, most_rows
 from .geometry import Geometry
 from .launch import target_of
-from .page_coding import decode_pages, encode_pages, write_pages
-from .page_mass import page_mass
-from .select_pages import chosen_table, lens_read
+from .page_coding import decode_pages as decode_pages
+from .page_coding import encode_pages as encode_pages
+from .page_coding import write_pages as write_pages
+from .page_mass import page_mass as page_mass
+from .select_pages import chosen_table as chosen_table
+from .select_pages import lens_read as lens_read
 from .work_list import Bounds
-
-__all__ = [
-    "Plan",
-    "attend",
-    "check_call",
-    "check_pages",
-    "chosen_table",
-    "copy_pages",
-    "decode_pages",
-    "encode_pages",
-    "find_prefixes",
-    "lens_read",
-    "page_mass",
-    "paged_attention",
-    "plan",
-    "watch",
-    "write_kv",
-    "write_pages",
-]
 
 
 class Plan(NamedTuple):

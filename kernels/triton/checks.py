@@ -143,10 +143,8 @@ def check_pages(
     data = Pages.of(k_pages).data
     q = torch.empty(0, data.shape[1], 0, dtype=dtype or data.dtype, device="meta")
     check_supported(Geometry.of(q, k_pages, v_pages), data.device)
-    for pages in (k_pages, v_pages):
-        scales = pages.scales if isinstance(pages, Pages) else None
-        if scales is not None and scales.data_ptr() % ALIGNMENT:
-            assert isinstance(pages, Pages)
+    for pages in (Pages.of(each) for each in (k_pages, v_pages) if each is not None):
+        if pages.scales is not None and pages.scales.data_ptr() % ALIGNMENT:
             raise NotImplementedError(
                 f"page_size: expected a multiple of 8 with {pages.format.kv_format}, got "
                 f"{pages.data.shape[2]}: scales of some layers would not begin at a multiple of "

@@ -284,14 +284,13 @@ def paged_attention(
         watched: its chunks are written; with one table a row, nothing shared and no window.
     """
     tables = 1 if page_table.ndim == 2 else page_table.shape[1]
-    geometry, parts = plan.geometry, plan.max_parts
+    geometry, heads, parts = plan.geometry, plan.heads, plan.max_parts
     target, work, shared = target_of(q.device), plan.work, plan.shared
     assert watched is None or (tables == 1 and shared is None and scoring.window is None)
     chunk = 0 if watched is None else watched.chunk
     noted = (None, None) if watched is None else (watched.rooms, watched.chunks)
     # Tokens of one row are attended by products of few rows, shared prefixes by products of many.
     kinds = [(plan.block_m, plan.tuning, plan.max_new > 1, work.items, work.total)]
-    heads = plan.heads
     if shared is not None:
         block_m = max(most_rows(target, geometry), triton.next_power_of_2(heads))
         tune = tuning(target, geometry, block_m)
@@ -305,10 +304,8 @@ def paged_attention(
             faster(q, k_pages, v_pages, page_table, *mine, results)
             continue
         key = geometry, tune, heads, block_m, causal, scoring.kind, target, tables, chunk
-        launcher = _decode_launcher(*key)
-        most = items.shape[0] * plan.shares
-        launcher(
-            (min(most, IN_TURN * tune.programs * target.processors), 1, 1),
+        _decode_launcher(*key)(
+            (min(items.shape[0] * plan.shares, IN_TURN * tune.programs * target.processors), 1, 1),
             *(q, *pointers(k_pages, v_pages), page_table, items, total, work.parts),
             *(out, lse, plan.partial, plan.sums, *noted),
             *(page_table.stride(-2), *in_units("q", q), k_pages.data.shape[0]),

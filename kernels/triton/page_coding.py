@@ -155,8 +155,6 @@ def _scales_of(
 
 
 _STRIDES = [f"{name}_stride_{axis}" for name in "kv" for axis in "lngp"]
-
-
 _LAYERS = ["k_layer", "v_layer"]
 
 
@@ -260,13 +258,8 @@ def encode_pages(k_pages: Pages, v_pages: Pages, source: Tensor, target: Tensor)
     k, v = k_pages.staging, v_pages.staging
     assert k is not None
     assert v is not None
-    strides = *in_units_of_16(k), *in_units_of_16(v)
+    strides = tuple(stride // 16 for x in (k, v) for stride in x.stride()[:4])
     _launch_encode(k, v, k_pages, v_pages, source, target, k_pages.data.shape[1], strides)
-
-
-def in_units_of_16(pages: Tensor) -> tuple[int, ...]:
-    """Strides of layers, pages, heads and slots."""
-    return tuple(stride // 16 for stride in pages.stride()[:4])
 
 
 def write_pages(
@@ -295,9 +288,8 @@ def _launch_encode(
     if not source.numel():
         return
     layers, pages, heads = k_pages.data.shape[:3]
-    dim = v.shape[-1]
-    launcher = _launcher("encode", *_key(k_pages, v_pages, dim), k.dtype, target_of(k.device))
-    launcher(
+    key = *_key(k_pages, v_pages, v.shape[-1]), k.dtype, target_of(k.device)
+    _launcher("encode", *key)(
         (source.numel() * heads, layers, 2),
         *(k, v, k_pages.data, v_pages.data, k_pages.scales, v_pages.scales),
         *(source, target, first_source, pages),
