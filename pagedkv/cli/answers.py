@@ -75,15 +75,17 @@ def row_of(types: dict[str, str], prompt: Prompt, values: dict[str, Any]) -> dic
     row = prompt.columns
     for name in (*types, *OWN):
         row.pop(name, None)
-    row |= {name: _in_json(values.get(name)) for name in types}
+    row |= {name: in_json(values.get(name)) for name in types}
     hidden = {CAUSE: prompt.cause, SIDE: prompt.cut and values.get(SIDE)}
     return row | {name: value for name, value in hidden.items() if value}
 
 
-def _in_json(value: Any) -> Any:
+def in_json(value: Any) -> Any:
     """Makes null of numbers that JSON does not have: NaN and infinities."""
+    if isinstance(value, dict):
+        return {name: in_json(each) for name, each in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_in_json(each) for each in value]
+        return [in_json(each) for each in value]
     return None if isinstance(value, float) and not isfinite(value) else value
 
 

@@ -22,6 +22,7 @@ from pagedkv.quality.measure import FORGETS, GOOD, LEAST_RECALL, VISIBLE
 from pagedkv.quality.probes import probes
 from pagedkv.quality.promise import DRAWS, ENOUGH, windows_of
 
+from .answers import in_json
 from .errors import UsageError
 from .loading import load, model_of, pick
 from .option import Given
@@ -207,7 +208,7 @@ def _write(quality: Quality, given: Given, seconds: float, console: Console) -> 
         if path := given.json:
             found = {"model": name, "seconds": round(seconds, 1), **asdict(quality)}
             found |= {"recommendation": quality.recommendation}
-            path.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+            path.write_text(json.dumps(in_json(found), indent=2) + "\n", encoding="utf-8")
         if path := given.plot:
             from pagedkv.quality.picture import draw
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from math import inf, log
+from math import inf, isnan, log
 from typing import Any
 
 from transformers import PreTrainedModel
@@ -147,7 +147,8 @@ def measure_quality(
 
     Raises:
         UnsupportedModelError: packed rows cannot be computed with this model.
-        ValueError: a text is too short, or longer than the model takes, or a variant is invalid.
+        ValueError: a text is too short, or longer than the model takes, or a variant is invalid; or
+            the model's logits are NaN.
     """
     longest = field_of(text_config(model), "max_position_embeddings") or length
     if length > longest:
@@ -170,6 +171,8 @@ def measure_quality(
     configs = [_config(model, each, max(tokens.values())) for each in (FULL, *variants)]
     held = [bytes_held(each, max(tokens.values())) / max(tokens.values()) for each in configs]
     full, *others = compare(model, [FULL, *variants], read, tell_first)
+    if wrong := next((name for name, each in full.items() if isnan(each.perplexity)), None):
+        raise ValueError(f"model: its logits for {wrong} are no numbers, so nothing is compared")
     worth = full["unseen"].perplexity
     first = _measured(FULL, held[0], held[0], full, full, worth, gate)
     quality = Quality(
@@ -262,9 +265,10 @@ def _recalled(
 ) -> float | None:
     """Returns the share of the full cache's recall: nats gained by the passage, or digits found."""
     shares = []
-    gained = log(unseen / full["recall"].perplexity)
+    # Two logarithms: a quotient would be 0 below infinity.
+    gained = log(unseen) - log(full["recall"].perplexity)
     if gained >= TELLING:
-        shares.append(log(unseen / readings["recall"].perplexity) / gained)
+        shares.append((log(unseen) - log(readings["recall"].perplexity)) / gained)
     if "needles" in full and full["needles"].found >= FINDS:
         shares.append(readings["needles"].found / full["needles"].found)
     return min(1.0, max(0.0, min(shares))) if shares else None

@@ -175,6 +175,25 @@ def test_what_cannot_be_measured_is_named(model, variants, length, says):
         measure_quality(model, Letters(), variants, {"text": LONG}, length=length)
 
 
+def test_a_model_whose_logits_are_no_numbers_is_no_model_to_advise_on():
+    """A cache was recommended, and every token said to be the same: the likeliest of NaN."""
+    broken = tiny(hidden_size=128, vocab_size=128)
+    broken.lm_head.weight.data[5] = torch.nan
+    with pytest.raises(ValueError, match="model: its logits for text are no numbers"):
+        measure_quality(broken, Letters(), [variant("int8")], {"text": LONG}, length=130)
+
+
+def test_what_a_full_cache_or_another_finds_all_but_impossible_is_not_recalled():
+    """A perplexity of infinity: its logarithm was taken of a quotient of 0."""
+    probe = Probe("recall", torch.arange(4), torch.arange(2, 4))
+
+    def read(nats):
+        return {"recall": replace(Reading.of(probe), nats=torch.full((4,), nats))}
+
+    assert measure._recalled(read(100.0), read(1.0), unseen=30.0) == 0.0
+    assert measure._recalled(read(1.0), read(100.0), unseen=30.0) is None
+
+
 @pytest.mark.slow
 def test_a_window_loses_recall_and_eight_bits_do_not(quality):
     window, int8 = (
