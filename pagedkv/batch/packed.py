@@ -8,16 +8,14 @@ are given, so no mask is needed, and only the rows asked for reach the language 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from copy import copy
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
-from transformers import GenerationMixin, PreTrainedModel
+from transformers import PreTrainedModel
 
 from pagedkv.cache.cache import PagedKVCache
-from pagedkv.config import field_of
 from pagedkv.errors import ModelChangedError, UnsupportedModelError
 from pagedkv.hf.activations import activations_of
 from pagedkv.hf.adapters import state_of, without_adapters
@@ -33,26 +31,19 @@ from pagedkv.hf.blocked_weights import (
 )
 from pagedkv.hf.cache import PagedCache
 from pagedkv.hf.foreign_hooks import foreign_hook
-from pagedkv.hf.images import SOUNDS
 from pagedkv.hf.look import admit
 from pagedkv.hf.model import (
-    device_of,
     kind_of,
-    require_head,
     require_same_kind,
-    text_config,
 )
 from pagedkv.hf.model_pages import pages_for, take_over
 from pagedkv.hf.placement import devices_of
 from pagedkv.hf.release import CHECKPOINTS_TAKE_NO_CACHE, cache_argument
-from pagedkv.hf.signature import parameters_of, takes_positions
 from pagedkv.hf.telling import warn
-from pagedkv.models import facts_of
-from pagedkv.models.seen import seen_of
 from pagedkv.ranks import ranks_of
 from pagedkv.step.metadata import StepMetadata
 
-from .overridden import WAYS, overridden
+from .packable import require_packable
 from .packed_cache import PackedCache
 
 if TYPE_CHECKING:
@@ -110,7 +101,7 @@ class PackedModel:
         self.detach = weakref.finalize(self, detach_later, model)
         self.detach.atexit = False
         try:
-            accepted = _require_packable(model)
+            accepted = require_packable(model)
             # Weights that must be packed are packed before pages are made, because pages take a
             # share of what is left; with "auto" after, so that pages of a caller go first.
             asked = batch_invariant or pack_weights not in (False, "auto")
@@ -293,44 +284,3 @@ def _require_invariant(model: PreTrainedModel, kv: PagedKVCache, pack_weights: o
         reason = "kv_format, retention and read_tokens look at how a text is cut into steps"
     if reason:
         raise UnsupportedModelError(f"batch_invariant: expected False, {reason}")
-
-
-def _require_packable(model: PreTrainedModel) -> set[str]:
-    """Returns the names of the forward's parameters; raises if it cannot run packed rows."""
-    require_head(model)
-    if reason := _why_not_packed(model):
-        raise UnsupportedModelError(
-            f"{type(model).__name__} ({model.config.model_type}) cannot run packed rows: {reason}. "
-            "`PagedCache` with `generate` works."
-        )
-    return parameters_of(model)
-
-
-def _why_not_packed(model: PreTrainedModel) -> str | None:
-    config = text_config(model)
-    if facts_of(config.model_type).stepwise:
-        return (
-            "its recurrent layers (Mamba-1) lose their state before several tokens at once, so "
-            "its prompts cannot be cut into steps"
-        )
-    if not facts_of(config.model_type).unplaced and not takes_positions(model, device_of(model)):
-        named = "position_ids" in parameters_of(model)
-        what = "hands no position_ids on to its decoder" if named else "takes no position_ids"
-        return f"its forward {what}, positions come from the mask"
-    if name := overridden(model, tried=seen_of(config) is not None):
-        return (
-            f"its own {name}() may choose or feed tokens in another way than transformers', and "
-            "packed rows do not call it" + WAYS.get(name, "")
-        )
-    own = type(model).generate is not GenerationMixin.generate
-    if own and SOUNDS in parameters_of(model) and getattr(model, "_hf_peft_config_loaded", False):
-        return "its generate switches adapters on for audio and off for text, and rows share a step"
-    if "longrope" in {str(value) for value in _leaves(field_of(config, "rope_parameters") or {})}:
-        return "its rotary embedding (longrope) depends on the longest row of the batch"
-    return None
-
-
-def _leaves(tree: Any) -> Iterator[Any]:
-    """Yields values of nested dictionaries: some models have rotary parameters by layer kind."""
-    for value in tree.values() if isinstance(tree, Mapping) else (tree,):
-        yield from _leaves(value) if isinstance(value, Mapping) else (value,)

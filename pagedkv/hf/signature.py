@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 POSITION = 7  # given for a token that is tried; a model that counts by itself begins at 0
 
@@ -75,3 +76,25 @@ def arguments_of(
     finally:
         hook.remove()
     return found[0] if found else None
+
+
+def is_transformers_own(model: nn.Module) -> bool:
+    """Whether all models within a model are of classes that transformers has."""
+    parts = (part for part in model.modules() if isinstance(part, PreTrainedModel))
+    return all(
+        type(part).__module__.partition(".")[0] in ("transformers", "pagedkv") for part in parts
+    )
+
+
+@torch.no_grad()
+def positions_matter(model: Any, device: torch.device) -> bool:
+    """Whether a model computes other logits where the second of two tokens is further away."""
+    ids, near = torch.arange(2, device=device)[None], torch.arange(2, device=device)[None]
+    try:
+        logits = [
+            model(input_ids=ids, position_ids=places, use_cache=False).logits
+            for places in (near, near * POSITION)
+        ]
+    except Exception:  # of any kind: its first step will say what is wrong
+        return True
+    return not torch.equal(*logits)

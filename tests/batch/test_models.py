@@ -9,10 +9,11 @@ from transformers import AutoModelForSequenceClassification, pipeline
 
 from pagedkv import BatchGenerator, LayerStreamer, PagedCache
 from pagedkv.errors import UnsupportedModelError
-from pagedkv.hf.release import CHECKPOINTS_TAKE_NO_CACHE
+from pagedkv.hf.release import CACHE, CHECKPOINTS_TAKE_NO_CACHE
 from tests.batch.generating import assert_like_alone, assert_nothing_held, generator, ragged
 from tests.batch.letters import letters, tokens
 from tests.contents import Boom
+from tests.hf.own import own_model, truth
 from tests.hf.tiny import attention_of, generate, named, padded, prompts, tiny
 
 GREEDY = {"max_new_tokens": 4, "do_sample": False}
@@ -90,6 +91,32 @@ def test_a_forward_that_keeps_positions_to_itself_is_refused_before_any_layer(ki
         BatchGenerator(model, **SIZES)
     assert attention_of(model) == before
     assert not model.model._forward_pre_hooks
+
+
+class Ignores:
+    def forward(self, input_ids, attention_mask=None, position_ids=None, **kwargs):
+        cache = kwargs.get(CACHE)
+        past = 0 if cache is None else cache.get_seq_length()
+        places = (torch.arange(input_ids.shape[1]) + past)[None]
+        return super().forward(input_ids, attention_mask, places, **kwargs)
+
+
+def test_positions_that_a_forward_names_and_ignores_are_missed_before_a_step():
+    model, before = of_class(own_model(), Ignores), "sdpa"
+    with pytest.raises(UnsupportedModelError, match="the same whatever position_ids it is given"):
+        BatchGenerator(model, **SIZES)
+    assert attention_of(model) == before
+    with pytest.raises(UnsupportedModelError, match=r"is another by .* for packed rows"):
+        BatchGenerator(model, unknown="check", **SIZES)
+
+
+@pytest.mark.filterwarnings("ignore:model. no list knows")
+def test_a_model_that_needs_no_positions_is_served_once_it_was_tried():
+    model, (prompt,) = own_model(), prompts(9)
+    torch.nn.init.zeros_(model.places.weight)
+    with BatchGenerator(model, unknown="check", **SIZES) as batched:
+        given = tokens(batched.generate([prompt, *prompts(5, 3)], **GREEDY))
+    assert given[0] == truth(model, prompt, 4)
 
 
 class KeepsTheLast:
