@@ -35,7 +35,7 @@ REFUSED = {
 ALIKE = {
     "gemma4_text", "gemma4_unified", "janus", "kimi_k25", "nemotron_h", "falcon_h1", "gemma3n_text",
     "mimo_v2_flash", "longcat_flash", "deepseek_v3", "bloom", "mpt", "falcon",
-    "rembert", "big_bird",
+    "rembert", "big_bird", "roberta", "megatron-bert",
 }  # fmt: skip
 
 
