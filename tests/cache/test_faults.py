@@ -1,80 +1,12 @@
 """Whatever fails, and wherever, leaves a cache as it was."""
 
-import random
-
 import pytest
 
-from pagedkv import OutOfPagesError, PagedKVCache
-from pagedkv.pages.pool import PagePool
+from pagedkv import PagedKVCache
 from pagedkv.step import device_tables
 from pagedkv.step.device_tables import DeviceTables
-from tests.cases import CASES, Case, one_group, random_op, two_groups
+from tests.cases import one_group, two_groups
 from tests.contents import Boom, assert_contents, write_step
-from tests.effort import ALL, sampled
-from tests.world import World
-
-FAULTY = [case for case in CASES if case.name in ("full-P3", "window-P4", "two-P4-rollback")]
-
-
-class Allocations:
-    """Counts page allocations, and makes the one of a given number fail."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.count, self.failing, self.failed = 0, -1, False
-        for name in ("take",):
-            monkeypatch.setattr(PagePool, name, self.wrap(getattr(PagePool, name)))
-
-    def wrap(self, inner):
-        def call(*args):
-            number, self.count = self.count, self.count + 1
-            if number == self.failing:
-                self.failed = True
-                raise OutOfPagesError("injected", pages_needed=1, pages_free=0)
-            return inner(*args)
-
-        return call
-
-
-def trace(case: Case) -> list:
-    """60 operations that mostly grow and share."""
-    source = random.Random(f"faults {case.name}")
-    ops = [("add", (base, 99, [base]), 0, None) for base in range(4)]
-    while len(ops) < 60:
-        op = random_op(source, case.config)
-        if op[0] in ("step", "fork", "add") or source.random() < 0.4:
-            ops.append(op)
-    return ops
-
-
-@sampled
-@pytest.mark.parametrize("case", FAULTY, ids=lambda case: case.name)
-def test_every_single_failing_allocation_leaves_everything_as_it_was(case, monkeypatch):
-    allocations = Allocations(monkeypatch)
-    ops, world, reached = trace(case), World(case), []
-    for index, op in enumerate(ops):
-        world.apply(op)
-        reached += [index] * (allocations.count - len(reached))
-    assert len(reached) > 15, "the trace allocates too little to be worth failing"
-    problems = []
-    for failing, at in list(enumerate(reached))[:: 1 if ALL else 16]:
-        allocations.count, allocations.failing, allocations.failed = 0, failing, False
-        world, index = World(case), 0
-        try:
-            for index, op in enumerate(ops[: at + 12]):
-                world.quiet = index < at  # checked before
-                world.injected = index == at
-                ran_out = world.ran_out
-                world.apply(op)  # compares everything before and after a call that ran out
-                if index == at:
-                    assert allocations.failed
-                    assert world.ran_out == ran_out + 1, "the failure was swallowed"
-            world.free(range(64))
-            stats = world.cache.stats()
-            assert (stats.live, stats.free + stats.cached) == (0, stats.pages)
-            world.verify()
-        except Exception as error:
-            problems.append(f"allocation {failing} in operation {at}, seen at {index}: {error!r}")
-    assert not problems, f"{len(problems)} of {len(reached)}:\n" + "\n".join(problems[:5])
 
 
 @pytest.mark.parametrize("error", [Boom, KeyboardInterrupt, SystemExit])

@@ -67,6 +67,14 @@ def test_the_owner_that_writes_last_in_order_keeps_the_page():
     assert_contents(cache, b, text)
 
 
+def test_what_a_fork_wrote_behind_the_head_of_a_page_is_found():
+    """The copy of the page is listed, too."""
+    cache, text = make(), ids(6)
+    fork = cache.fork(start(cache, text))[0]
+    advance(cache, {fork: [*text, 50]})
+    assert cache.length(cache.add([*text, 50, 99])) == 7
+
+
 def test_a_writer_copies_when_another_owner_does_not_write():
     cache, text = make(), ids(10)
     a = start(cache, text)
