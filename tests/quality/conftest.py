@@ -9,8 +9,8 @@ import torch
 import transformers
 
 
-def _load(path, tokens, **changes):
-    """A model, its tokenizer, the probes in its tokens, and their readings in the full cache."""
+def _load(path, tokens, read=None, **changes):
+    """A model, its tokenizer, the probes in its tokens, and readings of some in the full cache."""
     from pagedkv.quality.probes import probes
     from pagedkv.quality.reading import compare
     from pagedkv.quality.variants import FULL
@@ -18,14 +18,15 @@ def _load(path, tokens, **changes):
     model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, **changes)
     tokenizer = transformers.AutoTokenizer.from_pretrained(path)
     found = probes(tokenizer, tokens)
-    (full,) = compare(model.eval(), [FULL], list(found.values()))
+    texts = [found[name] for name in read or found]
+    (full,) = compare(model.eval(), [FULL], texts)
     return SimpleNamespace(model=model, tokenizer=tokenizer, probes=found, full=full)
 
 
 @pytest.fixture(scope="session")
 def few_layers(smollm2_path):
     """Four layers of the small model, for what does not depend on how well it predicts."""
-    return _load(smollm2_path, 256, num_hidden_layers=4)
+    return _load(smollm2_path, 256, ["needles"], num_hidden_layers=4)
 
 
 @pytest.fixture(scope="session")
