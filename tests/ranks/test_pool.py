@@ -44,21 +44,20 @@ def test_ranks_stay_for_the_next_call():
     assert run(2, "os:getpid") == run(2, "os:getpid")
 
 
+def test_what_a_rank_raises_is_told_with_its_traceback(monkeypatch):
+    monkeypatch.setattr(pool, "GRACE", 0.5)  # the other rank waits for ever
+    with pytest.raises(AssertionError, match=r"rank 1: (.|\n)*in ends(.|\n)*on purpose"):
+        run(2, f"{ME}:ends", "raises")
+
+
 @pytest.mark.parametrize(
-    ("how", "said", "seconds"),
-    [
-        ("raises", "on purpose", pool.SECONDS),
-        ("dies", "died", pool.SECONDS),
-        ("waits", "not done after ", 1),
-    ],
+    ("how", "said", "seconds"), [("dies", "died", pool.SECONDS), ("waits", "not done after ", 1)]
 )
 def test_one_rank_that_fails_makes_no_test_wait_and_no_other_fail(how, said, seconds, monkeypatch):
-    monkeypatch.setattr(pool, "GRACE", 0.5)  # the other rank waits for ever
+    monkeypatch.setattr(pool, "GRACE", 0.5)
     found = outcomes(2, f"{ME}:ends", how, seconds=seconds)
     assert said in found[1].error
     assert found[0].error
-    with pytest.raises(AssertionError, match=f"rank 1: (.|\n)*{said}"):
-        run(2, f"{ME}:ends", how, seconds=seconds)
     assert len(run(2, "os:getpid")) == 2
 
 
