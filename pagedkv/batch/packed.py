@@ -32,10 +32,7 @@ from pagedkv.hf.blocked_weights import (
 from pagedkv.hf.cache import PagedCache
 from pagedkv.hf.foreign_hooks import foreign_hook
 from pagedkv.hf.look import admit
-from pagedkv.hf.model import (
-    kind_of,
-    require_same_kind,
-)
+from pagedkv.hf.model import kind_of, require_same_kind
 from pagedkv.hf.model_pages import pages_for, take_over
 from pagedkv.hf.placement import devices_of
 from pagedkv.hf.release import CHECKPOINTS_TAKE_NO_CACHE, cache_argument
