@@ -59,7 +59,7 @@ class Call(NamedTuple):
 
     @property
     def bound(self) -> Any:
-        """What a backend kept of the open step's first call of this kind; None for none."""
+        """The work that a backend kept of the step's first call of this kind; None for none."""
         key = "bound", self.step.config.group_of.get(self.layer)
         return self.step.kept(key) if self.step.state == "open" else None
 
