@@ -109,6 +109,14 @@ def test_generating_with_another_cache_on_an_attached_model(model, cache, length
     detach(model)
 
 
+def test_drafts_checked_without_a_cache_of_ours_see_what_they_see_on_a_model_alone():
+    model, (row,) = tiny("gemma4"), prompts(10)
+    with torch.no_grad():
+        expected = model(row[None], logits_to_keep=4).logits
+        with paged(model):
+            assert_close(model(row[None], logits_to_keep=4).logits, expected)
+
+
 def test_static_cache_kept_over_two_turns_on_an_attached_model():
     model = tiny()
     batch = padded(prompts(13, 6))
