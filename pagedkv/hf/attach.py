@@ -137,7 +137,9 @@ def _attach(given: PreTrainedModel, transactions: bool) -> None:
 def _count_in(given: PreTrainedModel, model: PreTrainedModel, transactions: bool) -> None:
     state = _ATTACHED.get(model)
     if state is None:
-        name, before = text_config(model)._attn_implementation, Before.of(model)
+        alike = _with_config_of(model)
+        name = text_config(model)._attn_implementation if alike is None else alike.name
+        before = Before.of(model)
         _switch(model, NAME)
         hooks: weakref.WeakKeyDictionary[nn.Module, list[RemovableHandle]]
         hooks = weakref.WeakKeyDictionary()
@@ -189,8 +191,15 @@ def _count_out(model: PreTrainedModel) -> None:
             hook.remove()
         vars(model).pop(ORIGINAL, None)
         # A user who switched away in between keeps that choice.
-        if text_config(model)._attn_implementation == NAME:
+        is_ours = text_config(model)._attn_implementation == NAME
+        if is_ours and _with_config_of(model) is None:
             _switch(model, state.name)
+
+
+def _with_config_of(model: PreTrainedModel) -> _Attachment | None:
+    """Returns the attachment of a model that has the same configuration; None without one."""
+    config = text_config(model)
+    return next((state for one, state in _ATTACHED.items() if text_config(one) is config), None)
 
 
 def _around(given: Any, model: PreTrainedModel) -> list[nn.Module]:

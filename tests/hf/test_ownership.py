@@ -6,6 +6,7 @@ import weakref
 import pytest
 import torch
 
+from pagedkv import BatchGenerator
 from pagedkv.errors import BudgetExceeded, UnsupportedModelError
 from pagedkv.hf import PagedCache, attach, detach
 from tests.effort import examples, sampled
@@ -283,3 +284,28 @@ def test_pool_holds_neither_caches_nor_the_model():
     gc.collect()
     assert held() is None
     assert pool.stats().sequences == 0
+
+
+# ------------------------------------------------------------------ models of one configuration
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_models_that_share_a_configuration_are_switched_back_by_the_last(first):
+    models = [tiny(attn_implementation="eager")]
+    models.append(type(models[0])(models[0].config).eval())
+    batch, options = padded(prompts(9, 5)), {"max_new_tokens": 4, "pad_token_id": 0}
+    truth = [generate(model, batch, **options) for model in models]
+    generators = [BatchGenerator(model, **SIZES) for model in models]
+    generators[first].close()
+    assert attention_of(models[0]) == "pagedkv"
+    rows = [row[row > 0] for row in batch["input_ids"]]
+    left, right = generators[1 - first], truth[1 - first]
+    results = left.generate(rows, **options)
+    assert [result.tokens for result in results] == right.sequences[:, -4:].tolist()
+    with PagedCache(models[first], **SIZES) as cache:
+        assert_same_tokens(generate(models[first], batch, cache, **options), truth[first])
+        left.close()
+        assert attention_of(models[0]) == "pagedkv"
+    assert attention_of(models[0]) == "eager"
+    for model, expected in zip(models, truth):
+        assert_same_tokens(generate(model, batch, **options), expected)
