@@ -194,7 +194,7 @@ class PagedCache(LeasedRows):
             )
         made = cls(model, cache=cache)
         made._lease.seqs = [int(seq) for seq in seqs]
-        made.seen = int(lengths.max())
+        made.seen = made._longest = int(lengths.max())
         if (lengths < made.seen).any():
             made.kept = np.arange(made.seen) >= made.seen - lengths[:, None]
         made.texts, made._weights = Texts.unknown(lengths.tolist()), Weights.of(made.model)
@@ -218,6 +218,7 @@ class PagedCache(LeasedRows):
         forked.seen = self.seen
         forked.kept = None if self.kept is None else self.kept.repeat(n, axis=0)
         forked.texts, forked._weights = self.texts.repeated(n), self._weights
+        forked._longest = self._longest
         return forked
 
     def __copy__(self) -> PagedCache:

@@ -25,6 +25,7 @@ from .forward_cache import ForwardCache, other_model, uncompiled
 from .image_numbers import numbers_in
 from .layer import PagedLayer
 from .lease import Lease
+from .longrope import require_before_border
 from .model import Kind, require_same_kind
 from .model_pages import take_over
 from .mrope import Offsets, Prepared
@@ -57,6 +58,7 @@ class LeasedRows(ForwardCache):
         self.prepared: Prepared | None = None
         self._was: tuple[int, Bools | None] = 0, None  # `seen` and `kept` before rows entered
         self._weights: Weights | None = None  # the weights with which rows were begun
+        self._longest = 0  # tokens of the longest row since then
         self._begins_generate = self._asked_for_whole_rows = False
         self._entry: Entry | None = None  # of whole rows, in the forward that is under way
         self._lease = Lease(kv, model)
@@ -164,7 +166,7 @@ class LeasedRows(ForwardCache):
             self.offsets.require_placed(arguments, self.model.config)
         by_row = arguments.get("adapter_names")  # PEFT does not pass it to forwards of `generate`
         if not self.rows:
-            self._weights = Weights.of(self.model, by_row)
+            self._weights, self._longest = Weights.of(self.model, by_row), 0
         elif by_row is not None and self._weights is not None:
             self._weights.require_same(self.model, by_row)
         numbers = self._numbers(arguments)
@@ -204,6 +206,7 @@ class LeasedRows(ForwardCache):
             return None
         if self._weights is not None:
             self._weights.require_same(self.model)
+            require_before_border(self.model, self._longest)
         given = given_to(arguments)
         if given is not None and self.seen:
             self._require_rows(len(given))
@@ -295,7 +298,7 @@ class LeasedRows(ForwardCache):
         self.kv.identity.forget_stale(self.kv.clear_prefixes)
         self._lease.seqs = [self.kv.add(ids)]
         self.kv.mark(self.rows)
-        self.seen = self.kv.length(self.rows[0])
+        self.seen = self._longest = self.kv.length(self.rows[0])
         self.texts, self._weights = Texts([ids[: self.seen]]), Weights.of(self.model)
 
     def commit_step(self) -> None:
@@ -318,6 +321,7 @@ class LeasedRows(ForwardCache):
             self._learn(batch, new)
             self._entry = self._told = None
             self.seen, self.kept, self._new_rows = self._new_length, kept, False
+            self._longest = max(self._longest, self.seen)
             self.opened = None
             self.forget_forward()
             for layer in self._state_layers:

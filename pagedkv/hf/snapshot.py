@@ -6,7 +6,7 @@ Torch's counts of writes are not enough: fused optimizers and numpy views write 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from pagedkv.errors import ModelChangedError
 
 from .adapters import state_of, tensors_of
+from .longrope import angles_of
 from .samples import bits
 
 
@@ -42,9 +43,9 @@ class SeenTensor(NamedTuple):
 Snapshot = dict[str, SeenTensor]
 
 
-def snapshot(model: nn.Module) -> Snapshot:
-    """Notes the weights of a model as they are now, by name."""
-    held = list(tensors_of(model))
+def snapshot(model: nn.Module, left_out: Container[int] = ()) -> Snapshot:
+    """Notes the weights of a model as they are now, by name, but for those of these `id()`."""
+    held = [each for each in tensors_of(model) if id(each.tensor) not in left_out]
     return {
         each.name: SeenTensor(
             weakref.ref(each.tensor), *_counted(each.tensor), some, each.of_adapter
@@ -74,7 +75,7 @@ class Weights(NamedTuple):
     @classmethod
     def of(cls, model: Any, by_row: Sequence[str] | None = None) -> Weights:
         """Notes weights and adapters of a model as they are; `by_row` has each row's adapter."""
-        return cls(snapshot(model), state_of(model, by_row))
+        return cls(snapshot(model, left_out=angles_of(model)), state_of(model, by_row))
 
     def require_same(self, model: Any, by_row: Sequence[str] | None = None) -> None:
         """Raises ModelChangedError if the model would now compute other K and V."""

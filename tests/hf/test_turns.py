@@ -247,6 +247,28 @@ def test_rows_of_sequences_that_exist_belong_to_the_weights_they_are_given_with(
                 generate(model, padded([torch.cat([text, more])]), held)
 
 
+def test_angles_that_every_forward_writes_are_no_change_of_weights_below_their_border():
+    # Alone finds: longrope's own writes taken for another's, and K of one side read on the other.
+    rope = {"rope_type": "longrope", "rope_theta": 10000.0, "factor": 2.0}
+    rope |= {"short_factor": [1.0] * 4, "long_factor": [3.0] * 4}
+    rope["original_max_position_embeddings"] = 60
+    model = tiny(rope_parameters=rope, max_position_embeddings=120)
+    text, more, other = prompts(21, 6, 40)
+    with PagedCache(model, **SIZES) as cache, PagedCache(model, **SIZES) as beside:
+        answer = said(model, padded([text]), cache)[0]
+        said(model, padded([torch.cat([other, other])]), beside)  # writes the long angles
+        text = torch.cat([text, answer, more])
+        with cache.fork(1) as fork:
+            said(model, padded([text]), fork)
+        said(model, padded([text]), cache)
+        generate(model, padded([torch.cat([text, other])]), cache)
+        with pytest.raises(ModelChangedError, match="beyond 60 tokens, and this PagedCache had"):
+            generate(model, padded([text]), cache)
+        cache.reset()
+        said(model, padded([text]), cache)
+        said(model, padded([torch.cat([text, more])]), cache)
+
+
 @sampled
 @pytest.mark.parametrize("family", FAMILIES)
 def test_any_turns_are_those_of_rows_alone(family):
