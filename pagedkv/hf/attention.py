@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from pagedkv.errors import UnsupportedModelError
 from pagedkv.kernels.torch.sdpa import without_cudnn
@@ -55,14 +54,6 @@ def attention_function(
         raise changed_after_cache(attention_mask.cache.forward_layer)
     attention_mask = mask_of_chosen(module, query, key, attention_mask, kwargs)
     attend = attention_before(module, kwargs)
-    new, length = query.shape[2], key.shape[2]
-    causal = kwargs.get("is_causal", getattr(module, "is_causal", None))
-    if attend is sdpa_attention_forward and attention_mask is None and causal and 1 < new < length:
-        # A layer of Gemma 4 was given its last queries alone, which under the name `sdpa` it is not
-        # where there is no mask: torch would count them from the first key.
-        attention_mask = query.new_ones(new, length, dtype=torch.bool).tril(length - new)[
-            None, None
-        ]
     with without_cudnn(query.device):
         return attend(module, query, key, value, attention_mask, **kwargs)
 

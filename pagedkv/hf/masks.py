@@ -15,6 +15,7 @@ from transformers.masking_utils import (
     sliding_window_causal_mask_function,
 )
 
+from pagedkv.config import field_of
 from pagedkv.errors import UnsupportedModelError
 from pagedkv.models.kinds import Sight
 
@@ -32,7 +33,11 @@ def mask_function(
     """Returns a handle of the mask for a cache of ours, else the mask of the model's former way."""
     lengths = {"q_length": q_length, "kv_length": kv_length}
     if not isinstance(kv_length, PagedLength):
-        make = masks_before(kwargs.get("config"))
+        make = masks_before(config := kwargs.get("config"))
+        if field_of(config, "num_kv_shared_layers"):
+            # Gemma 4's last layers then compute their last queries alone, but not under the name of
+            # `sdpa` without a mask: torch would count queries from the first key.
+            kwargs["allow_is_causal_skip"] = False
         made: Tensor | None = make(**lengths, attention_mask=attention_mask, **kwargs)
         return made
     cache = kv_length.cache

@@ -109,6 +109,14 @@ def test_generating_with_another_cache_on_an_attached_model(model, cache, length
     detach(model)
 
 
+def test_a_static_cache_without_padding_on_an_attached_model_that_skips_queries():
+    # Alone finds: a mask for the last queries of Gemma 4 given where a static cache has none as well.
+    model, batch = tiny("gemma4"), padded(prompts(13, 13))
+    expected = generate(model, batch)
+    with paged(model):
+        assert_same_tokens(generate(model, batch, cache_implementation="static"), expected)
+
+
 def test_drafts_checked_without_a_cache_of_ours_see_what_they_see_on_a_model_alone():
     model, (row,) = tiny("gemma4"), prompts(10)
     with torch.no_grad():
