@@ -39,8 +39,8 @@ INSIDE = {
     "PagedCache": """abort_step all_attended_again attended_again begin_forward begin_part
         commit_step end_forward enter_mixer forget_forward forward_is_paged forward_layer
         get_seq_length held is_paged is_under_way is_written knows_texts latest_mask length_behind
-        num_queries open_step opened packed paged position_ids require_own require_usable shared_layers slopes told_places touched transaction
-        turn unpacked update update_dense""",
+        num_queries open_step opened packed paged position_ids require_own require_usable
+        shared_layers slopes told_places touched transaction turn unpacked update update_dense""",
     "AttentionPlan": "check_pages check_slots once",
     "BatchGenerator": "running tokenizer",
 }
