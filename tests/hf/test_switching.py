@@ -110,7 +110,7 @@ def test_generating_with_another_cache_on_an_attached_model(model, cache, length
 
 
 def test_a_static_cache_without_padding_on_an_attached_model_that_skips_queries():
-    # Alone finds: a mask for the last queries of Gemma 4 given where a static cache has none as well.
+    # Alone finds: a mask for the last queries of Gemma 4 where a static cache has none either.
     model, batch = tiny("gemma4"), padded(prompts(13, 13))
     expected = generate(model, batch)
     with paged(model):
