@@ -15,6 +15,7 @@ LEFT = (
     "modules_to_not_convert", "ignore", "llm_int8_skip_modules", "skip_modules",
     "linear_weights_not_to_quantize", "exclude",
 )  # fmt: skip
+MOST_BITS = 64  # bits of an element, with its part of the scales
 SCALE = 16  # bits of a scale, and of a zero beside it, if a method says nothing else
 Fields = Mapping[str, Any]
 
@@ -61,7 +62,12 @@ def _quantisation(config: Any) -> Fields:
     """Returns the quantisation that a configuration names; it may be a dict or an object."""
     name = "quantization_config"
     found = config.get(name) if isinstance(config, Mapping) else getattr(config, name, None)
-    return found if isinstance(found, Mapping) else attributes(found) if found else {}
+    if isinstance(found, Mapping):
+        return found
+    try:
+        return attributes(found) if found else {}
+    except TypeError:
+        raise ValueError(f"{name}: expected an object of fields, got {found!r:.80}") from None
 
 
 def packing_of(config: Fields) -> Packing | None:
@@ -75,13 +81,15 @@ def packing_of(config: Fields) -> Packing | None:
         return None
     try:
         groups = _groups(fields) if method in WITH_GROUPS else (Group(METHODS[method](fields)),)
-    except (KeyError, TypeError, ValueError, ZeroDivisionError, AttributeError, StopIteration):
+        left = tuple(pattern for name in LEFT for pattern in _patterns(fields.get(name)))
+        if not all(0 < group.bits <= MOST_BITS for group in groups):
+            raise ValueError("bits of no number")
+    except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError, re.error):
         raise ValueError(
             f"weight_dtype: cannot tell how many bits a weight takes in a checkpoint quantised by "
             f"{method!r}; say which it comes nearest to: int4, int8 or float8"
         ) from None
-    left = [pattern for name in LEFT for pattern in fields.get(name) or ()]
-    return Packing(groups, tuple(map(str, left)))
+    return Packing(groups, left)
 
 
 def _with_scales(bits: int, group: int | None, beside: float = SCALE) -> float:
@@ -166,7 +174,7 @@ def _groups(c: Fields) -> tuple[Group, ...]:
     """Returns the groups of a method that has several."""
     found = []
     for group in c["config_groups"].values():
-        weights, targets = group["weights"], tuple(group.get("targets") or ())
+        weights, targets = group["weights"], _patterns(group.get("targets"))
         beside = SCALE if weights.get("symmetric", True) else SCALE + weights["num_bits"]
         if weights.get("type") == "float" and weights["num_bits"] == 4:
             beside = 8  # a scale in float8
@@ -175,6 +183,14 @@ def _groups(c: Fields) -> tuple[Group, ...]:
     if not found:
         raise ValueError("no groups")
     return tuple(found)
+
+
+def _patterns(said: Any) -> tuple[str, ...]:
+    """Returns the patterns of a field, of one or of several; raises if one cannot be searched."""
+    patterns = (said,) if isinstance(said, str) else tuple(map(str, said or ()))
+    for pattern in patterns:
+        re.compile(pattern.removeprefix("re:") if pattern.startswith("re:") else "")
+    return patterns
 
 
 def _names(weight: Weight) -> list[str]:

@@ -128,6 +128,8 @@ def test_every_method_of_transformers_is_known_or_told_to_be_unknown():
         {"quant_method": "torchao", "quant_type": {"default": {}}},
         {"quant_method": "compressed-tensors", "config_groups": {}},
         {"quant_method": "compressed-tensors", "config_groups": {"a": {"weights": None}}},
+        compressed(group(4)) | {"ignore": -1}, compressed(group(4), ignore=["re:("]),
+        compressed(group(4, targets=["re:("])), compressed(group(10**400)), compressed(group(-4)),
     ],
 )  # fmt: skip
 def test_what_cannot_be_told_is_asked_for(quantised, tmp_path):
@@ -138,6 +140,19 @@ def test_what_cannot_be_told_is_asked_for(quantised, tmp_path):
     assert plan.shape.layers == read_model(LLAMA_8B, "int4").layers
     save(tmp_path, packed, "U8")  # whose headers tell
     assert read_model(tmp_path).exact
+
+
+def test_headers_tell_the_bytes_where_the_quantisation_is_no_object(tmp_path):
+    save(tmp_path, LLAMA_8B | {"quantization_config": 2}, "U8")
+    assert read_model(tmp_path).exact
+
+
+def test_one_pattern_of_modules_that_stay_is_as_a_list_of_one():
+    one, listed = (
+        read_model(LLAMA_8B | {"quantization_config": compressed(group(4)) | {"ignore": said}})
+        for said in ("mlp", ["mlp"])
+    )
+    assert one.layers == listed.layers
 
 
 def test_a_checkpoint_in_four_bits_is_not_told_to_take_fewer():
