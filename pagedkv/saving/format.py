@@ -28,7 +28,8 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
-from pagedkv.errors import CorruptFileError, ForeignFileError, NewerFileError
+from pagedkv.errors import CorruptFileError, ForeignFileError, HostMemoryError, NewerFileError
+from pagedkv.storage.memory import available_memory
 
 MARK = "pagedkv.sequence"
 VERSION = 2
@@ -104,6 +105,7 @@ def read(path: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str, Tensor
 
     Raises:
         CorruptFileError, ForeignFileError, NewerFileError: it is not as `write` wrote it.
+        HostMemoryError: it does not fit into free memory.
     """
     with open(path, "rb", opener=_without_waiting) as file:
         found = os.fstat(file.fileno())
@@ -114,6 +116,11 @@ def read(path: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str, Tensor
         text = file.read(min(LONGEST, int.from_bytes(start[:8], "little")))
         if size != 8 + len(text) + _bytes_said(text):  # it may have a terabyte of holes
             raise CorruptFileError(f"{path}: its {size:,} bytes are not those of its header")
+        # A system may promise more than there is, and end the process that takes it.
+        if size > (free := available_memory(torch.device("cpu"))):
+            raise HostMemoryError(
+                f"{path}: expected at most {free:,} bytes, as are free, got {size:,}"
+            )
         file.seek(0)
         data = bytearray(size)
         file.readinto(data)

@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 from pagedkv.errors import (
     CorruptFileError,
     ForeignFileError,
+    HostMemoryError,
     NewerFileError,
     OutOfPagesError,
     SavedFileError,
@@ -50,6 +51,18 @@ def test_a_file_that_has_grown_is_refused_before_memory_is_taken_for_it(saved):
     with saved.open("ab") as file:
         file.truncate(1 << 40)
     refused(saved, CorruptFileError, "are not those of its header")
+
+
+def test_a_file_that_is_larger_than_free_memory_is_refused_before_memory_is_taken(saved):
+    data = saved.read_bytes()
+    begin = 8 + int.from_bytes(data[:8], "little")
+    entries, size = json.loads(data[8:begin]), 1 << 40
+    entries["holes"] = {"dtype": "U8", "shape": [size], "data_offsets": [0, size]}
+    text = json.dumps(entries).encode()
+    with saved.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        file.truncate(8 + len(text) + size)
+    refused(saved, HostMemoryError, f"{saved}: expected at most .* bytes, as are free, got ")
 
 
 def test_files_of_others_are_refused_as_such(saved, tmp_path):
