@@ -185,15 +185,14 @@ class AttentionPlan:
     def _check_seen(self, count: int, window: int | None) -> bool:
         assert self.lens is not None
         behind = 0 if window is None else self.lens - self.num_new - window + 1
-        whole = self.page_table.shape[1] * self.page_size  # rows without queries are not checked
-        return self._check_entries(count, np.where(self.num_new > 0, np.maximum(behind, 0), whole))
+        return self._check_entries(count, behind)
 
     def check_slots(self, count: int) -> None:
         """Raises, on a CPU, if a slot to write is outside of `count` pages."""
         if self.device.type == "cpu":
             assert self.lens is not None
             if self._slots is None:
-                first = np.maximum(self.lens - self.num_new, 0)
+                first = self.lens - self.num_new
                 self.once(("written", count), lambda: self._check_entries(count, first))
             elif self.num_tokens:
                 least, most = (int(x) for x in self._slots.aminmax())
@@ -204,11 +203,15 @@ class AttentionPlan:
                     )
 
     def _check_entries(self, count: int, first: Any) -> bool:
-        """Checks the table's entries from each row's token `first` to its last; returns True."""
+        """Checks the table's entries from each row's token `first` to its last; returns True.
+
+        A row without new tokens reads and writes nothing.
+        """
         assert self.lens is not None
         table, size = self.page_table.numpy(), self.page_size
         columns, last = np.arange(table.shape[1]), -(-self.lens // size)
-        looked = (columns >= (first // size)[:, None]) & (columns < last[:, None])
+        looked = (columns >= np.atleast_1d(first // size)[:, None]) & (columns < last[:, None])
+        looked &= (self.num_new > 0)[:, None]
         wrong = np.argwhere(looked & ((table < 0) | (table >= count)))
         if wrong.size:
             row, column = wrong[0].tolist()

@@ -185,12 +185,15 @@ def test_a_plan_holds_for_what_it_was_given(backend):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_row_without_queries_may_have_any_entries(backend):
+def test_a_row_without_new_tokens_may_have_any_entries(backend):
     step = SHAPE.step([(0, 20), (1, 7)], "cpu")
     expected = attend(step, backend)
     step.table[0] = 10**6
     for mine, other in zip(attend(step, backend), expected):
         assert torch.equal(mine, other)
+    k, v = torch.randn(2, 1, 2, 32)
+    write_pages(k, v, step.k_pages, step.v_pages, plan_of(step, backend))
+    assert torch.equal(step.contents(1, step.k_pages, k.dtype)[-1], k[0])
 
 
 @pytest.mark.parametrize("backend", BACKENDS[:2])
