@@ -106,7 +106,7 @@ class AttentionPlan:
         self._slots: Tensor | None = None
         if slot_mapping is not None:
             _check_ints("slot_mapping", slot_mapping, (self.num_tokens,), self.device)
-            self._slots = slot_mapping.to(self.device, torch.int64).contiguous()
+            self._slots = slot_mapping.to(self.device, torch.int64, copy=True).contiguous()
 
     def _counts(self, starts: Tensor | None, each: int) -> Ints:
         """Returns how many queries each row has."""
