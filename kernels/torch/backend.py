@@ -85,6 +85,11 @@ def paged_attention(
     Returns:
         `[T, H, D]`, and the log-sum-exp `[T, H]`, empty unless asked for or needed for sinks.
     """
+    place = q.device.type
+    if torch.is_autocast_enabled(place):
+        given = (q, k, v, k_pages, v_pages, page_table, buckets, scratch, scoring)
+        with torch.autocast(place, enabled=False):  # it would round the products of float32
+            return paged_attention(*given, return_lse=return_lse, bounds=bounds)
     out = q.new_empty(*q.shape[:2], v_pages.shape[3])
     sinks = scoring.sinks
     return_lse |= sinks is not None
