@@ -6,6 +6,7 @@ Nothing of PEFT is imported: its layers are recognised by their properties.
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from functools import cache
 from hashlib import sha256
@@ -28,7 +29,8 @@ class ModelPart(NamedTuple):
 
     Attributes:
         path: the module's name in the model without adapters; in the name of a module that belongs
-            to an adapter, "+" stands before the adapter's own part.
+            to an adapter, "+" stands before the adapter's own part. A layer in a layer of PEFT, as
+            for two parameters of one module, has one "+" more.
         module: the module.
         of_adapter: whether the module's tensors belong to adapters.
     """
@@ -96,6 +98,7 @@ def parts_of(model: nn.Module, adapters: bool = True) -> Iterator[ModelPart]:
         adapters: include the modules in which PEFT's layers keep their adapters' tensors.
     """
     seen = set()
+    layers: Counter[str] = Counter()  # PEFT's around one module
     left = [ModelPart("", model, False)]
     while left:
         part = left.pop()
@@ -105,7 +108,9 @@ def parts_of(model: nn.Module, adapters: bool = True) -> Iterator[ModelPart]:
         seen.add(id(module))
         kind: Any = type(module)
         holds = _holds_adapters(kind)
-        yield ModelPart(f"{path}+", module, True) if holds else part
+        layers[path] += holds
+        own = path + "+" * layers[path]
+        yield ModelPart(own, module, True) if holds else part
         for name, child in module._modules.items():
             if child is None or not (child._modules or child._parameters or child._buffers):
                 continue
@@ -114,7 +119,20 @@ def parts_of(model: nn.Module, adapters: bool = True) -> Iterator[ModelPart]:
             elif name in WRAPPED:
                 left.append(ModelPart(path, child, inside))
             elif adapters:
-                left.append(ModelPart(f"{path}+{name}", child, True))
+                left.append(ModelPart(own + name, child, True))
+
+
+def parametrized_in(model: nn.Module) -> set[int]:
+    """Returns the `id()` of parameters that have adapters themselves (`target_parameters`).
+
+    PEFT parametrizes them in every forward, which torch counts as writes.
+    """
+    found = set()
+    for _, layer, of_adapter in parts_of(model, adapters=False) if "peft" in sys.modules else ():
+        name = getattr(layer, "parameter_name", None)
+        if of_adapter and isinstance(name, str):
+            found.add(id(without_adapter(layer)._parameters.get(name)))
+    return found
 
 
 class Held(NamedTuple):

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from pagedkv.errors import ModelChangedError
 
-from .adapters import state_of, tensors_of
+from .adapters import parametrized_in, state_of, tensors_of
 from .longrope import angles_of
 from .samples import bits
 
@@ -23,21 +23,23 @@ class SeenTensor(NamedTuple):
 
     Attributes:
         tensor: the tensor itself.
-        version: writes to it that torch counted.
+        version: writes to it that torch counted; None if PEFT's forwards are among them.
         address: where its bytes lie.
         bits: the bytes of some of its elements.
         of_adapter: whether it belongs to an adapter.
     """
 
     tensor: weakref.ref[Tensor]
-    version: int
+    version: int | None
     address: int
     bits: bytes
     of_adapter: bool
 
     def is_same(self, other: SeenTensor) -> bool:
         """Whether nothing shows that the tensor was changed in between."""
-        return self.tensor() is other.tensor() and self[1:4] == other[1:4]
+        versions = {self.version, other.version}
+        counted = len(versions) == 1 or None in versions
+        return self.tensor() is other.tensor() and counted and self[2:4] == other[2:4]
 
 
 Snapshot = dict[str, SeenTensor]
@@ -46,12 +48,13 @@ Snapshot = dict[str, SeenTensor]
 def snapshot(model: nn.Module, left_out: Container[int] = ()) -> Snapshot:
     """Notes the weights of a model as they are now, by name, but for those of these `id()`."""
     held = [each for each in tensors_of(model) if id(each.tensor) not in left_out]
-    return {
-        each.name: SeenTensor(
-            weakref.ref(each.tensor), *_counted(each.tensor), some, each.of_adapter
-        )
-        for each, some in zip(held, bits([each.tensor for each in held]))
-    }
+    found, parametrized = {}, parametrized_in(model)
+    for each, some in zip(held, bits([each.tensor for each in held])):
+        tensor = each.tensor
+        version, address = _counted(tensor)
+        version = None if id(tensor) in parametrized else version
+        found[each.name] = SeenTensor(weakref.ref(tensor), version, address, some, each.of_adapter)
+    return found
 
 
 def is_stale(before: Snapshot, now: Snapshot) -> bool:
@@ -89,7 +92,7 @@ class Weights(NamedTuple):
             )
 
 
-def _counted(tensor: Tensor) -> tuple[int, int]:
+def _counted(tensor: Tensor) -> tuple[int | None, int]:
     try:
         address = tensor.data_ptr()
     except Exception:  # a special class may have no memory

@@ -73,6 +73,25 @@ def test_adapters_in_turn_are_each_right_and_find_their_own_prefixes(model):
         assert_nothing_held(batched)
 
 
+def test_adapters_of_experts_parameters_change_nothing_by_acting_and_are_each_noticed():
+    """PEFT puts two layers around one module, and parametrizes it in every forward."""
+    experts = [f"mlp.experts.{name}_proj" for name in ("gate_up", "down")]
+    made = tiny("qwen3_moe")
+    model = peft.get_peft_model(made, lora(target_parameters=experts), adapter_name="one").eval()
+    (row,) = prompts(9)
+    with generator(model) as batched:
+        assert assert_right(batched, model, [row]) == [0]
+        assert assert_right(batched, model, [row]) == [8]
+        for layer in [part for part in model.modules() if hasattr(part, "parameter_name")][:2]:
+            layer.lora_B["one"].weight.data.neg_()
+            assert assert_right(batched, model, [row]) == [0]
+    with PagedCache(model, **SIZES) as cache:
+        first = generate(model, padded([row]), cache=cache).sequences[0]
+        turn = padded([torch.cat([first, row])])
+        expected = generate(model, turn).sequences
+        assert torch.equal(generate(model, turn, cache=cache).sequences, expected)
+
+
 def test_prefixes_of_a_model_outlive_the_adapters_it_is_given():
     base, rows = tiny(), prompts(9, 13)
     with generator(base) as batched:
