@@ -68,6 +68,12 @@ def write_pages(
 
         kernels.write_kv(k, v, k_seen, v_seen, slots)
         return
+    # Torch would refuse V when K is written.
+    for name, pages in (("k_pages", k_seen), ("v_pages", v_seen)):
+        if pages.is_inference() and not torch.is_inference_mode_enabled():
+            raise ValueError(
+                f"{name}: expected to be written in torch.inference_mode(), in which they were made"
+            )
     from pagedkv.kernels.torch import backend as plain
 
     kept = plan.once("kept", lambda: None if bool((slots >= 0).all()) else slots >= 0)

@@ -453,3 +453,16 @@ def test_a_write_that_fails_leaves_the_pages_as_they_were(wrong, error, says, ba
         write_pages(k, v, step.k_pages, step.v_pages, plan)
     for pages, twin in zip((step.k_pages, step.v_pages), before):
         torch.testing.assert_close(pages, twin, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("backend", BACKENDS[:2])
+def test_torch_writes_pages_made_in_inference_mode_in_it_alone(backend):
+    step = SHAPE.step([(1, 7)], "cpu")
+    k, v = torch.randn(2, 1, 2, 32)
+    plan, before = plan_of(step, backend), step.k_pages.clone()
+    with torch.inference_mode():
+        made = step.v_pages.clone()
+        write_pages(k, v, step.k_pages.clone(), made, plan)
+    with pytest.raises(ValueError, match=r"^v_pages: .*torch.inference_mode\(\)"):
+        write_pages(k, v, step.k_pages, made, plan)
+    torch.testing.assert_close(step.k_pages, before, rtol=0, atol=0, equal_nan=True)
