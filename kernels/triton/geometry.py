@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -58,8 +59,11 @@ class Layout(NamedTuple):
         return cls(format, *data.stride()[:3])
 
 
-class Half(NamedTuple):
+@dataclass(frozen=True)
+class Half:
     """Pages, or staging pages, of K or V, as kernels are compiled for them: a constexpr argument.
+
+    No tuple, because Triton from 3.8 on gives kernels a tuple of its own, without our properties.
 
     Attributes:
         stride_n, stride_g, stride_p: as in `Layout`.

@@ -6,7 +6,8 @@
     gluon_decode_rest   the same of head dim 256, or where scores have sinks or a softcap
     gluon_latents       the same of latents, with more than 32 query heads
 
-`make gpu` tries each, and notes those that passed in `proved.json`, by architecture.
+`make gpu` tries each, and notes those that passed in `proved.json`, by architecture. With a Triton
+newer than `NEWEST` they are off as well.
 """
 
 from __future__ import annotations
@@ -19,9 +20,12 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
 
+import triton
+
 FILE = Path(__file__).with_name("proved.json")
 NAMES = ("gluon_prefill", "gluon_rest", "gluon_decode", "gluon_decode_rest", "gluon_latents")
 SINCE = 90  # compute capability; older hardware cannot run them
+NEWEST = 3, 8  # release of Triton that compiles them: Gluon is experimental, and 3.9 refuses them
 TRY = "PAGEDKV_TRY"  # in the environment: names that are on without proof, separated by commas
 
 _tried: ContextVar[tuple[str, ...] | None] = ContextVar("what is tried", default=None)
@@ -35,7 +39,7 @@ def is_on(name: str, arch: int | str) -> bool:
     tried = _tried.get()
     if tried is not None:
         return name in tried
-    return name in _asked() or str(arch) in _noted()[name]
+    return name in _asked() or (_compile() and str(arch) in _noted()[name])
 
 
 @contextmanager
@@ -46,6 +50,10 @@ def trying(*names: str) -> Iterator[None]:
         yield
     finally:
         _tried.reset(token)
+
+
+def _compile() -> bool:
+    return tuple(map(int, triton.__version__.split(".")[:2])) <= NEWEST
 
 
 @functools.cache
