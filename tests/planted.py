@@ -106,14 +106,14 @@ def piece_unchecked(patch: pytest.MonkeyPatch) -> None:
 
 def key_of_another_text(patch: pytest.MonkeyPatch) -> None:
     """The keys of pieces leave the first token out."""
-    from pagedkv.cache.stored_prefixes import StoredPrefixes, Text
+    from pagedkv.cache.stored_prefixes import SaltedText, StoredPrefixes
 
     inner = StoredPrefixes._keys
 
-    def keys(prefixes: Any, text: Text) -> list[bytes]:
+    def keys(prefixes: Any, text: SaltedText) -> list[bytes]:
         tokens = text.tokens.copy()
         tokens[:1] = 0
-        return inner(prefixes, Text(text.cache, tokens, text.salt))
+        return inner(prefixes, SaltedText(text.cache, tokens, text.salt))
 
     patch.setattr(StoredPrefixes, "_keys", keys)
 
