@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import os
+import stat
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from hashlib import sha256
@@ -75,8 +76,9 @@ class Output:
         try:
             if not self.path.parent.is_dir():
                 raise OSError(f"there is no folder {self.path.parent}")
-            if path.exists() and not path.is_file():  # a link may lead to a pipe
-                raise OSError("it is no plain file")
+            with suppress(FileNotFoundError):  # asked once: another process may remove it
+                if not stat.S_ISREG(os.stat(path).st_mode):  # a link may lead to a pipe
+                    raise OSError("it is no plain file")
             self._lock.acquire(blocking=False)
         except Timeout:
             raise UsageError(f"--out: another process is writing {path}") from None
