@@ -60,7 +60,7 @@ def in_part(items: Iterable[pytest.Item], part: int, parts: int) -> set[pytest.I
         tests[item.nodeid.partition("[")[0]].append(item)
     chosen: set[pytest.Item] = set()
     for name, cases in tests.items():
-        # Not in their own order, in which every fifth may have one of two arguments in common.
+        # Not in their own order, in which every seventh may have one of two arguments in common.
         cases.sort(key=lambda item: crc32(item.nodeid.encode()))
         chosen.update(cases[(part - crc32(name.encode())) % parts :: parts])
     return chosen
