@@ -21,7 +21,7 @@ from pagedkv.errors import GradModeError, StreamError
 from pagedkv.planner.costs import RING_DEPTH
 
 from .embedding_head import EmbeddingRows, blockwise
-from .experts import Experts, Trust, index_of_call, renumbered
+from .experts import Experts, Trust, require_index
 from .layers import TensorSite, forget_casts
 from .pass_lock import PassLock
 from .placement import Places
@@ -186,28 +186,27 @@ class Passes:
     def _routed(self, index: int, experts: Experts, forward: Forward) -> Forward:
         """Wraps a forward of experts so that it has the routed ones, or all of a layer."""
 
-        def routed(*args: Any, **kwargs: Any) -> Any:
+        def routed(hidden_states: Any, top_k_index: Any = None, *args: Any, **kwargs: Any) -> Any:
             _require_no_grad(experts.name)
             if self._routing is not None:
                 self._require_idle(experts.name)
-            ids = index_of_call(args, kwargs)
+            require_index(top_k_index)
             self._stats.expert_layer_bytes += self._places.expert_units[index][0].file_bytes
             self._routing = experts.name
             try:
-                return self._compute(index, experts, ids, forward, args, kwargs)
+                return self._compute(
+                    index,
+                    experts,
+                    top_k_index,
+                    lambda ids: forward(hidden_states, ids, *args, **kwargs),
+                )
             finally:
                 self._routing = None
 
         return routed
 
     def _compute(
-        self,
-        index: int,
-        experts: Experts,
-        ids: Tensor,
-        forward: Forward,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        self, index: int, experts: Experts, ids: Tensor, forward: Callable[[Tensor], Any]
     ) -> Any:
         touched, key = experts.touched(ids), experts.key(ids)
         fits = touched is not None and experts.fits(touched, self._most())
@@ -216,7 +215,7 @@ class Passes:
         if not fits or not trusted:
             try:
                 ring = self._bind_all(index, experts)
-                expected = forward(*args, **kwargs)
+                expected = forward(ids)
             finally:
                 experts.release()
                 if ring is not None:
@@ -227,8 +226,7 @@ class Passes:
         assert touched is not None
         self._close_all_experts()
         try:
-            args, kwargs = renumbered(args, kwargs, experts.bring(touched))
-            found = forward(*args, **kwargs)
+            found = forward(experts.bring(touched, ids))
         finally:
             experts.release()
         if expected is None:

@@ -1,6 +1,6 @@
 """Experts that are read when tokens are routed to them, instead of with their layer.
 
-`modules.py` finds modules of experts and reads their calls, `files.py` reads experts,
+`modules.py` says which experts can be read alone, `files.py` reads experts,
 `residency.py` knows which are in memory, `rows.py` and `slots.py` compute them: on a CPU in their
 own rows of a layer's tensors, on a card in slots. `memory.py` has the memory of rows.
 """
@@ -12,8 +12,7 @@ from .memory import WideMemory as WideMemory
 from .memory import mappings_of as mappings_of
 from .memory import most_mappings as most_mappings
 from .memory import moves as moves
-from .modules import index_of_call as index_of_call
-from .modules import renumbered as renumbered
+from .modules import require_index as require_index
 from .modules import require_supported as require_supported
 from .modules import size_read_alone as size_read_alone
 from .residency import MOST_ALONE as MOST_ALONE

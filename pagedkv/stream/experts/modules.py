@@ -1,8 +1,8 @@
-"""Finds transformers' modules of experts, and reads the arguments of their calls."""
+"""Says which of transformers' experts can be read alone, and how many slots they may have."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -27,24 +27,13 @@ def size_read_alone(model: PreTrainedModel, layers: Iterable[nn.Module], store: 
     return max(sizes) if sizes and all(sizes) else 0
 
 
-def index_of_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    """Returns the routing of a call `experts(hidden, index, weights)`: `[T, k]` ids."""
-    found = kwargs.get("top_k_index", args[1] if len(args) > 1 else None)
-    if not isinstance(found, Tensor) or found.is_floating_point():
+def require_index(index: Any) -> None:
+    """Raises UnsupportedModelError unless a call's second argument is `[T, k]` ids of experts."""
+    if not isinstance(index, Tensor) or index.is_floating_point():
         raise UnsupportedModelError(
             f"experts: expected an index of tokens' experts as second argument, got "
-            f"{type(found).__name__}; expert_slots=0 streams whole layers"
+            f"{type(index).__name__}; expert_slots=0 streams whole layers"
         )
-    return found
-
-
-def renumbered(
-    args: tuple[Any, ...], kwargs: dict[str, Any], change: Callable[[Tensor], Tensor]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Returns the arguments of a call of experts with a changed index."""
-    if "top_k_index" in kwargs:
-        return args, kwargs | {"top_k_index": change(kwargs["top_k_index"])}
-    return (args[0], change(args[1]), *args[2:]), kwargs
 
 
 def require_supported(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
@@ -59,11 +59,11 @@ class Experts(ABC):
         """Returns a key whose results must be tried first; None if results are exact by design."""
 
     @abstractmethod
-    def bring(self, touched: list[int]) -> Callable[[Tensor], Tensor]:
+    def bring(self, touched: list[int], index: Tensor) -> Tensor:
         """Brings these experts into memory, and their tensors into the module, until `release`.
 
         Returns:
-            A function that renumbers an index to the rows of these tensors.
+            The index, by the rows that experts have in these tensors.
 
         Raises:
             CheckpointError: a file is shorter than it was, or cannot be read.

@@ -12,7 +12,6 @@ gives back the experts that it read.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -66,15 +65,15 @@ class RowExperts(Experts):
         self._views, self._passing = [], []
         self._memory.close()
 
-    def bring(self, touched: list[int]) -> Callable[[Tensor], Tensor]:
-        """Brings experts as `Experts.bring` says; the function leaves indices as they are."""
+    def bring(self, touched: list[int], index: Tensor) -> Tensor:
+        """Brings experts as `Experts.bring` says; each has its own row, so the index stays."""
         while len(self._held) > self._slots:  # an interrupt left more
             self._drop(next(iter(self._held)))
         wide = len(touched) > self._slots
         self._stats.wide_passes += wide
         if wide and self._wide is not None:
             self.bind(self._gather(touched, self._wide))
-            return _as_it_is
+            return index
         if self._wide is not None:
             self._wide.give_back()
         missing = self._missing(touched)
@@ -84,7 +83,7 @@ class RowExperts(Experts):
         for expert in () if wide else touched:
             self._held.move_to_end(expert)
         self.bind(self._views)
-        return _as_it_is
+        return index
 
     def release(self) -> None:
         super().release()
@@ -137,7 +136,3 @@ class RowExperts(Experts):
     def _drop(self, expert: int) -> None:
         del self._held[expert]
         self._memory.give_back(expert, self._held)
-
-
-def _as_it_is(index: Tensor) -> Tensor:
-    return index

@@ -15,7 +15,7 @@ experts: in some calls for each number of tokens. This finds frequent difference
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -140,13 +140,13 @@ class SlottedExperts(Experts):
         self._held.clear()
         self._views, self._home = [], None
 
-    def bring(self, touched: list[int]) -> Callable[[Tensor], Tensor]:
-        """Brings experts as `Experts.bring` says; the function renumbers an index to slots."""
+    def bring(self, touched: list[int], index: Tensor) -> Tensor:
+        """Brings experts as `Experts.bring` says; returns the index renumbered to slots."""
         self._staging.follow()
         self._copy(touched)
         self.bind(self._views)
         self._module.num_experts = self._slots
-        return self._renumbered
+        return self._renumbered(index)
 
     def take_back(self) -> None:
         """Takes bound tensors back, and lets the module count all experts again."""
