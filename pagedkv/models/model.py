@@ -96,22 +96,21 @@ class Model:
             raise ImportError(
                 "model: a configuration alone is weighed by transformers: pip install 'pagedkv[hf]'"
             )
-        if dtype is not None:
-            fields = with_dtype(fields, str(dtype))
-        if not is_known(str(fields.get("model_type"))):
-            return cls(name, fields, images)
-        from .skeleton import configuration
+        whole = None
+        if is_known(str(fields.get("model_type"))):
+            from .skeleton import configuration
 
-        try:
-            whole = configuration(fields, model)
-        except ValueError:
-            settings_of(dict(fields))  # raises the same in our words
-            raise
-        if leaves_out_sizes(fields):  # its class would fill in its own sizes
-            settings_of(dict(fields))
-        said = whole.to_dict()
-        made = cls(name, said if dtype is None else with_dtype(said, str(dtype)), images)
-        made.__dict__["config"] = whole
+            try:
+                whole = configuration(fields, model)
+            except ValueError:
+                settings_of(dict(fields))  # raises the same in our words
+                raise
+            if leaves_out_sizes(fields):  # its class would fill in its own sizes
+                settings_of(dict(fields))
+            fields = whole.to_dict()
+        made = cls(name, fields if dtype is None else with_dtype(fields, str(dtype)), images)
+        if whole is not None:
+            made.__dict__["config"] = whole
         return made
 
     @cached_property
