@@ -47,6 +47,11 @@ def write_pages(
     k, v = _packed("k", k, plan), _packed("v", v, plan)
     k_seen, v_seen = _paged("k_pages", k_pages, k, plan), _paged("v_pages", v_pages, k, plan)
     _check_pair(k_seen, v_seen)
+    for name, pages in (("k_pages", k_seen), ("v_pages", v_seen)):
+        if any(n > 1 and not step for n, step in zip(pages.shape, pages.stride())):
+            raise ValueError(
+                f"{name}: expected memory of its own for each slot, got an expanded tensor"
+            )
     for name, new, pages in (("k", k, k_seen), ("v", v, v_seen)):
         expected = plan.num_tokens, pages.shape[1], pages.shape[3]
         if new.shape != expected:

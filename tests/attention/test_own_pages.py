@@ -440,18 +440,20 @@ def test_a_call_names_what_does_not_fit(which):
         ({"v": torch.zeros(3, 2, 32).double()}, TypeError, "^v: .*float64|^v_pages: .*float64"),
         ({"slots": torch.tensor([0, 1, 200])}, ValueError, "^slot_mapping: .*got 0..200"),
         ({"page": 10**6}, ValueError, "^page_table: expected a page 0..5 in column 1 of row 0"),
+        ({"pages": torch.zeros(1, 32).expand(6, 2, 16, 32)}, ValueError, "^v_pages: .* its own"),
     ],
 )
 def test_a_write_that_fails_leaves_the_pages_as_they_were(wrong, error, says, backend):
     step = SHAPE.step([(2, 20), (1, 7)], "cpu")
-    before = [x.clone() for x in (step.k_pages, step.v_pages)]
+    v_pages = wrong.get("pages", step.v_pages)
+    before = [x.clone() for x in (step.k_pages, v_pages)]
     k, v = wrong.get("k", torch.zeros(3, 2, 32)), wrong.get("v", torch.zeros(3, 2, 32))
     if "page" in wrong:
         step.table[0, 1] = wrong["page"]
     plan = plan_of(step, backend, slot_mapping=wrong.get("slots"))
     with pytest.raises(error, match=says):
-        write_pages(k, v, step.k_pages, step.v_pages, plan)
-    for pages, twin in zip((step.k_pages, step.v_pages), before):
+        write_pages(k, v, step.k_pages, v_pages, plan)
+    for pages, twin in zip((step.k_pages, v_pages), before):
         torch.testing.assert_close(pages, twin, rtol=0, atol=0, equal_nan=True)
 
 
