@@ -163,6 +163,20 @@ def test_slots_of_the_callers_own_are_written_and_no_others(backend):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+def test_tokens_move_from_slots_of_the_same_pages(backend):
+    """As a caller closes gaps; torch refused V when K was moved."""
+    k_pages, v_pages = torch.randn(2, 6, 16, 2, 32)
+    k, v = (x.flatten(0, 1)[5:9] for x in (k_pages, v_pages))
+    moved = k.clone(), v.clone()
+    table, slots = torch.zeros(1, 1, dtype=torch.int32), torch.arange(6, 10)
+    lens = torch.tensor([4])
+    plan = AttentionPlan(table, lens, page_size=16, seqlen_q=4, slot_mapping=slots, backend=backend)
+    write_pages(k, v, k_pages, v_pages, plan)
+    for pages, expected in zip((k_pages, v_pages), moved):
+        assert torch.equal(pages.flatten(0, 1)[6:10], expected)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_a_plan_holds_for_what_it_was_given(backend):
     """Also where the caller overwrites that, and outside of inference mode if it was made inside.
 
