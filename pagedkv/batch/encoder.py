@@ -14,7 +14,7 @@ from .chats import NAME as CHATS
 from .chats import Told, chat_ids, is_chat, require_chats, require_known
 from .per_prompt import value_of
 from .prompt_queue import ENDED
-from .prompts import Prompt, Refused, Unread, as_ids, as_python, has_images, taken_by
+from .prompts import Prompt, Refused, Unread, as_ids, as_python, kind_of, taken_by
 
 
 class PromptEncoder:
@@ -26,12 +26,13 @@ class PromptEncoder:
         takes_images: whether prompts may have images or audio.
 
     Attributes:
+        model: as given.
         tokenizer: as given, or loaded for the first text; None before.
         processor: as given, or loaded for the first image or audio; None before, or without one.
     """
 
     def __init__(self, model: PreTrainedModel, given: Any, takes_images: bool) -> None:
-        self._model, self._takes_images = model, takes_images
+        self.model, self._takes_images = model, takes_images
         is_processor = bool(taken_by(given))
         self.tokenizer = given.tokenizer if is_processor else given
         self.processor = given if is_processor else None
@@ -83,7 +84,7 @@ class PromptEncoder:
     @property
     def start(self) -> int | None:
         """The token that begins a text, or else one that ends it; None if neither is known."""
-        for source in (self.tokenizer, text_config(self._model)):
+        for source in (self.tokenizer, text_config(self.model)):
             for name in ("bos_token_id", "eos_token_id"):
                 found: Any = getattr(source, name, None)
                 if found is not None:
@@ -97,7 +98,7 @@ class PromptEncoder:
             ValueError: the model was not loaded from a checkpoint.
         """
         if self.tokenizer is None:
-            name = self._model.config._name_or_path
+            name = self.model.config._name_or_path
             if not name:
                 raise ValueError(
                     "tokenizer: give one, because this model was not loaded from a checkpoint"
@@ -108,7 +109,7 @@ class PromptEncoder:
         if self.processor is None:
             from transformers import AutoProcessor  # imports what reads images; texts do without
 
-            name = self._model.config._name_or_path
+            name = self.model.config._name_or_path
             try:
                 self.processor = AutoProcessor.from_pretrained(name) if name else None
             except Exception:  # there is none, or it needs a package that is missing
@@ -117,9 +118,10 @@ class PromptEncoder:
                 self.tokenizer = getattr(self.processor, "tokenizer", None)
 
     def _encoded(self, prompts: list[Prompt], chats: list[Told], first: int) -> list[Ints | Unread]:
-        if any(map(needs_tokenizer, prompts)):
+        kinds = {*map(kind_of, prompts)}
+        if kinds & {"text", "chat"}:
             self.load_tokenizer()
-        if any(has_images(prompt) and "input_ids" not in prompt for prompt in prompts):
+        if "images" in kinds:
             self._load_processor()
         found = encode(prompts, self.tokenizer, self.processor, chats, first)
         if not self._takes_images and any(isinstance(prompt, Unread) for prompt in found):
@@ -148,28 +150,26 @@ def encode(
         TypeError: something given is no prompt.
         ValueError: a template does not know what it is told.
     """
-    texts = [i for i, prompt in enumerate(prompts) if isinstance(prompt, str)]
-    encoded = list(prompts)
-    if texts:
-        rows = tokenizer([prompts[i] for i in texts])["input_ids"]
-        for i, row in zip(texts, rows):
-            encoded[i] = row
-    for i, prompt in enumerate(prompts):
-        own = told[i] if told and is_chat(prompt) else {}
-        if has_images(prompt) or (is_chat(prompt) and _has_own_template(processor, tokenizer)):
+    kinds = [*map(kind_of, prompts)]
+    texts = [prompt for prompt, kind in zip(prompts, kinds) if kind == "text"]
+    rows = iter(tokenizer(texts)["input_ids"] if texts else ())
+    read_later = {"images", "processed"}
+    if _has_own_template(processor, tokenizer):
+        read_later.add("chat")
+    found: list[Ints | Unread] = []
+    for place, (prompt, kind) in enumerate(zip(prompts, kinds)):
+        own = told[place] if told and is_chat(prompt) else {}
+        if kind in read_later:
             if processor is not None:
                 require_known(processor, own)
-            encoded[i] = Unread(prompt, processor, own)
-        elif is_chat(prompt):
-            encoded[i] = chat_ids(tokenizer, prompt, own)
-    return [
-        row if isinstance(row, Unread) else as_ids(row, i) for i, row in enumerate(encoded, first)
-    ]
-
-
-def needs_tokenizer(prompt: Prompt) -> bool:
-    """Whether a prompt is text, or chat messages of text alone."""
-    return isinstance(prompt, str) or (is_chat(prompt) and not has_images(prompt))
+            found.append(Unread(prompt, processor, own))
+            continue
+        if kind == "text":
+            prompt = next(rows)
+        elif kind == "chat":
+            prompt = chat_ids(tokenizer, prompt, own)
+        found.append(as_ids(prompt, first + place))
+    return found
 
 
 def _has_own_template(processor: Any, tokenizer: Any) -> bool:

@@ -6,10 +6,10 @@ transformers' rules choose tokens. A row's mistake is that row's `error`; the ot
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from transformers import PreTrainedModel
 
@@ -22,30 +22,26 @@ from pagedkv.pages.salts import Salt
 from pagedkv.planner import MemoryPlan
 from pagedkv.ranks import ranks_of, spelled
 
-from .chats import NAME as CHATS
-from .chats import Chats, require_chats
+from .calls import to_generate, to_score
+from .chats import Chats
 from .drafts.draft_model import DraftModel, require_draft, tokens_for_both
 from .drafts.drafter import why_none
 from .drafts.model_drafts import ModelDrafts
-from .encoder import PromptEncoder, needs_tokenizer
+from .encoder import PromptEncoder
 from .events.asynchronous import AsyncEvents
-from .events.events import Events, Maker
+from .events.events import Events, Parts
 from .graphs import DecodeGraphs, can_capture
 from .job import GenerationJob
 from .options import GenerationOptions
 from .packed import PackedModel
-from .per_prompt import each_of
 from .precompile import compile_for
 from .prompt_queue import PromptQueue
-from .prompts import Prompt, Refused, Unread, as_list, has_length, require_prompts
+from .prompts import Prompt
 from .results import GenerationStats, Result, Running, Score, by_choice, finished, in_order
-from .rows import Row
 from .runner import StepRunner
 from .scheduler import Scheduler
 from .scores.continuations import Continuation, ContinuationRunner, most_logits
 from .scores.job import ScoreJob
-from .scores.pairs import by_prompt, contexts_of
-from .served import require_here
 from .step_images import StepImages
 from .tried import require_like_alone
 from .widths import default_step_tokens, widths
@@ -54,6 +50,8 @@ if TYPE_CHECKING:
     from typing import Unpack
 
     from pagedkv.config import ModelPagesFields
+
+T = TypeVar("T")
 
 
 class BatchGenerator:
@@ -221,37 +219,11 @@ class BatchGenerator:
         A paused stream keeps its pages. Other rows of its thread that need those pages end as
         errors; rows of other threads wait.
         """
-        ranks = self.cache.ranks
-        source, may_see, chosen = ranks.agree(
-            partial(self._ready, prompts, salt, chat_template_kwargs, options)
-        )
+        ranks, given = self.cache.ranks, (prompts, salt, chat_template_kwargs, options)
+        source, chosen = self._ready(to_generate, self.cache.config, *given)
         source.require_same(ranks, ranks.size > 1 and [bool(logprobs), chosen.said])
         self.stats = GenerationStats()
-        return self._run(source, may_see, chosen, logprobs, self.stats)
-
-    def _ready(
-        self, prompts: Any, salt: Any, told: Any, options: dict[str, Any]
-    ) -> tuple[PromptQueue, bool, GenerationOptions]:
-        """Checks a call; returns its prompts, whether some may have images, and its options."""
-        require_prompts(prompts)
-        self._require_ready()
-        require_here(options)
-        every = as_list(prompts) if has_length(prompts) else None
-        count = None if every is None else len(every)
-        salts, chats = each_of("salt", salt, count), each_of(CHATS, told, count)
-        if every is None:
-            ids: Any = self.encoder.coming(prompts, chats)
-        else:
-            ids = self.encoder.known(every, list(chats))
-        chosen = self._options(count, options)
-        may_see = every is None or any(
-            isinstance(prompt, Unread) and not isinstance(prompt, Refused) for prompt in ids
-        )
-        source = PromptQueue(ids, {"salt": salts, **chosen.own}, every is not None)
-        known = [] if every is None else [one for one in ids if not isinstance(one, Unread)]
-        if sum(map(len, known)) > self.cache.config.max_tokens:  # else all prefixes stay stored
-            source.put_together(self.cache.config.page_size)
-        return source, may_see, chosen
+        return self._run(source, chosen, logprobs, self.stats)
 
     def events(self, *, logprobs: bool = False) -> Events:
         """Returns `Events`: rows are added while others run, and each token is an event.
@@ -270,14 +242,7 @@ class BatchGenerator:
         self._require_ready()
         self.stats = stats = GenerationStats()
         source = PromptQueue((), {}, known=True)
-        make = Maker(
-            self._options,
-            self.encoder.one,
-            partial(self._result, logprobs=logprobs),
-            lambda: self.tokenizer,
-            self._parts(source, True, logprobs, stats),
-        )
-        return Events(make, source, stats, logprobs)
+        return Events(self.encoder, self._parts(source, logprobs, stats), logprobs)
 
     def async_events(self, *, logprobs: bool = False) -> AsyncEvents:
         """`events` for `asyncio`: `async with generator.async_events() as live`.
@@ -285,12 +250,6 @@ class BatchGenerator:
         Steps are taken in a thread of their own, which ends with the block.
         """
         return AsyncEvents(self.events(logprobs=logprobs))
-
-    def _options(self, prompts: int | None, options: dict[str, Any]) -> GenerationOptions:
-        require_here(options)
-        if options.get("stop_strings"):
-            self.encoder.load_tokenizer()
-        return GenerationOptions(self.model, self.tokenizer, prompts, **options)
 
     def score(
         self,
@@ -317,10 +276,8 @@ class BatchGenerator:
         Raises:
             ValueError, TypeError: invalid prompts or continuations, before any work.
         """
-        every = self.cache.ranks.agree(partial(as_list, prompts))
-        said: dict[str, Any] = {"salt": salt, CHATS: chat_template_kwargs}
-        stream = self.stream_scores(every, continuations, **said)
-        arranged = partial(by_choice, prompts=len(every))
+        count, stream = self._scores(prompts, continuations, salt, chat_template_kwargs)
+        arranged = partial(by_choice, prompts=count)
         return finished(stream, "continuations were scored", arranged)
 
     def stream_scores(
@@ -332,27 +289,14 @@ class BatchGenerator:
         chat_template_kwargs: Chats = None,
     ) -> Iterator[Score]:
         """Yields scores as they finish; arguments as for `score`, which are checked at once."""
-        given = prompts, continuations, salt, chat_template_kwargs
-        source = self.cache.ranks.agree(partial(self._ready_to_score, *given))
+        return self._scores(prompts, continuations, salt, chat_template_kwargs)[1]
+
+    def _scores(self, *given: Any) -> tuple[int, Iterator[Score]]:
+        """Checks a call of `score`; returns the number of its prompts, and their scores."""
+        source, count = self._ready(to_score, *given)
         source.require_same(self.cache.ranks, "scores")
         self.stats = GenerationStats()
-        return self._run_scores(source, self.stats)
-
-    def _ready_to_score(
-        self, prompts: Any, continuations: Any, salt: Any, told: Any
-    ) -> PromptQueue:
-        """Checks a call of `score`; returns its contexts."""
-        prompts = as_list(prompts)
-        self._require_ready()
-        salts = list(each_of("salt", salt, len(prompts)))
-        chats = list(each_of(CHATS, told, len(prompts)))
-        require_chats(prompts, chats)
-        each = by_prompt(continuations, len(prompts))
-        words = [one for own in each for one in own if isinstance(one, str)]
-        if words or any(map(needs_tokenizer, prompts)):
-            self.encoder.load_tokenizer()
-        contexts = contexts_of(prompts, each, salts, chats, self.tokenizer, self.encoder.start)
-        return PromptQueue(contexts, {"salt": [context.salt for context in contexts]}, known=True)
+        return count, self._run_scores(source, self.stats)
 
     @property
     def running(self) -> list[Running]:
@@ -402,47 +346,52 @@ class BatchGenerator:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    def _parts(
-        self, source: PromptQueue, may_see: bool, logprobs: bool, stats: GenerationStats
-    ) -> tuple[Any, ...]:
-        """Makes the parts of a job of rows that generate: scheduler, runner and the rest."""
+    def _parts(self, source: PromptQueue, logprobs: bool, stats: GenerationStats) -> Parts:
+        """Makes the arguments of a job of rows that generate."""
         packed, graphs, widths = self._packed, self._graphs, (self.step_tokens, self.verify_width)
         drafter = None
         if self._draft is not None:
             drafter = ModelDrafts(self._draft, self.step_tokens, stats, self.cache.ranks)
         scheduler = Scheduler(self.cache, *widths, self._most_sampling, stats, drafter)
         self._scheduler = scheduler
-        sight = StepImages(packed, stats) if may_see else None
+        sight = StepImages(packed, stats) if source.may_see else None
         runner = StepRunner(packed, graphs, logprobs, stats, self._ahead, sight)
-        return packed, graphs, scheduler, runner, source, stats, sight
+        return scheduler, runner, source
 
     def _run(
         self,
         source: PromptQueue,
-        may_see: bool,
         options: GenerationOptions,
         logprobs: bool,
         stats: GenerationStats,
     ) -> Iterator[Result]:
-        job = GenerationJob(options, *self._parts(source, may_see, logprobs, stats))
+        job = GenerationJob(options, *self._parts(source, logprobs, stats))
         with closing(job.run()) as rows:
             for row in rows:
                 try:
-                    result = self._result(row, logprobs)
+                    result = row.result(self.encoder.text(row.tokens), logprobs)
                 except Exception as error:  # whatever a tokenizer may raise
                     rows.throw(error)
                     raise
                 yield result
 
     def _run_scores(self, source: PromptQueue, stats: GenerationStats) -> Iterator[Score]:
-        packed, most = self._packed, most_logits(self._packed.model, self._most_sampling)
+        most = most_logits(self.model, self._most_sampling)
         scheduler = Scheduler(self.cache, self.step_tokens, 1, most, stats)
-        runner = ContinuationRunner(packed, stats)
-        job = ScoreJob(packed, None, scheduler, runner, source, stats)
+        job = ScoreJob(scheduler, ContinuationRunner(self._packed, stats), source)
         with closing(job.run()) as rows:
             for row in rows:
                 assert isinstance(row, Continuation)
-                yield row.result()
+                yield row.score()
+
+    def _ready(self, call: Callable[..., T], *given: Any) -> T:
+        """Returns what a function of `calls.py` makes of a call; all ranks agree on errors."""
+
+        def ready() -> T:
+            self._require_ready()
+            return call(self.encoder, *given)
+
+        return self.cache.ranks.agree(ready)
 
     def _require_ready(self) -> None:
         self._packed.require_open()
@@ -451,15 +400,3 @@ class BatchGenerator:
             packed.require_caching()
         self._packed.warn_of_hooks()
         forget_dead()  # an interrupt may have left a step of a `PagedCache` open
-
-    def _result(self, row: Row, logprobs: bool) -> Result:
-        return Result(
-            row.index,
-            row.sample,
-            row.tokens,
-            self.encoder.text(row.tokens),
-            row.logprobs if logprobs else None,
-            "error" if row.error else row.finish_reason,  # type: ignore[arg-type]
-            row.cached_tokens,
-            row.error,
-        )

@@ -19,18 +19,14 @@ from pagedkv.errors import ModelChangedError, UnsupportedModelError
 from pagedkv.hf.adapters import without_adapter
 from pagedkv.hf.model import text_config
 
-from .graphs import DecodeGraphs
 from .image_prompts import ImagePrompt
 from .options import GenerationOptions
-from .packed import PackedModel
 from .prompt_queue import WITH_IMAGES, Coming, PromptQueue
 from .prompts import Unread
 from .rank_sync import rank_sync
-from .results import GenerationStats
 from .rows import Batch, Row
 from .runner import StepRunner
 from .scheduler import Scheduler
-from .step_images import StepImages
 
 
 class Job:
@@ -38,26 +34,16 @@ class Job:
 
     Args:
         source: the prompts, each with its salt; some may have to be read first.
-        sight: runs the model on their images; None if all are ids.
     """
 
-    def __init__(
-        self,
-        packed: PackedModel,
-        graphs: DecodeGraphs | None,
-        scheduler: Scheduler,
-        runner: StepRunner,
-        source: PromptQueue,
-        stats: GenerationStats,
-        sight: StepImages | None = None,
-    ) -> None:
-        self._packed, self._graphs, self._turns = packed, graphs, packed.kv.turns
-        self._scheduler, self._runner = scheduler, runner
-        self._source, self._stats = source, stats
-        positions = field_of(text_config(packed.model), "max_position_embeddings")
+    def __init__(self, scheduler: Scheduler, runner: StepRunner, source: PromptQueue) -> None:
+        self._scheduler, self._runner, self._source = scheduler, runner, source
+        self._packed, self._stats, self._sight = runner.packed, runner.stats, runner.sight
+        self._turns = runner.cache.turns
+        positions = field_of(text_config(self._packed.model), "max_position_embeddings")
         self._longest = positions or sys.maxsize
-        self._adapters, self._sight, self._vocabulary = b"", sight, 0
-        self._sync = rank_sync(packed.kv.ranks)
+        self._adapters, self._vocabulary = b"", 0
+        self._sync = rank_sync(runner.cache.ranks)
 
     # ------------------------------------------------------------------ the loop
 
@@ -108,8 +94,8 @@ class Job:
         self._packed.require_same_kind()
         self._packed.forget_stale()
         self._adapters = self._packed.adapters()
-        if self._graphs is not None:
-            self._graphs.forget_stale()
+        if self._runner.graphs is not None:
+            self._runner.graphs.forget_stale()
 
     def _timed(self) -> list[Any] | None:
         """Runs a turn, and adds its time and counts to the statistics."""

@@ -48,19 +48,24 @@ class PromptQueue:
         prompts: ids of each, or an `Unread` that is read when its row is made.
         own: values for each prompt, by name.
         known: whether the prompts are all there already, so that reading them takes no time.
+        may_see: whether some may have images.
 
     Attributes:
-        known: as given.
+        known, may_see: as given.
         error: the error that reading raised; nothing is read after it.
         is_over: whether nothing more is read.
     """
 
     def __init__(
-        self, prompts: Iterable[Any], own: Mapping[str, Iterable[Any]], known: bool
+        self,
+        prompts: Iterable[Any],
+        own: Mapping[str, Iterable[Any]],
+        known: bool,
+        may_see: bool = True,
     ) -> None:
         self._prompts = enumerate(prompts)
         self._own = {name: iter(values) for name, values in own.items()}
-        self.known, self.is_over = known, False
+        self.known, self.may_see, self.is_over = known, may_see, False
         self._read: deque[Coming] = deque()
         self.error: Exception | None = None
 

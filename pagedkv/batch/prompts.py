@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +18,7 @@ BESIDE_TEXT = {
     "video": (),
 }
 Prompt = Any  # text, ids, a list of chat messages, or a mapping with images or audio
+Kind = Literal["text", "chat", "images", "processed", "ids"]
 
 
 def as_list(prompts: Any) -> list[Prompt]:
@@ -26,12 +27,21 @@ def as_list(prompts: Any) -> list[Prompt]:
     Raises:
         TypeError: it is one prompt, or a table.
     """
-    require_prompts(prompts)
+    _require_prompts(prompts)
     return [as_python(one) for one in prompts]
 
 
-def require_prompts(prompts: Any) -> None:
-    """Raises TypeError for one prompt, or a table."""
+def listed(prompts: Any) -> list[Prompt] | None:
+    """Returns prompts as `as_list` does; None if they are read from an iterator of any length."""
+    _require_prompts(prompts)
+    try:
+        len(prompts)  # a wrapper of an iterator may have it, and raise
+    except TypeError:
+        return None
+    return [as_python(one) for one in prompts]
+
+
+def _require_prompts(prompts: Any) -> None:
     kind = type(prompts).__name__
     if isinstance(prompts, (str, bytes, bytearray, Mapping)) or hasattr(prompts, "as_py"):
         raise TypeError(f"prompts: expected a list of prompts, got one {kind}")
@@ -41,14 +51,6 @@ def require_prompts(prompts: Any) -> None:
     is_number = getattr(prompts, "ndim", 1) == 0
     if is_number or not (hasattr(prompts, "__iter__") or hasattr(prompts, "__getitem__")):
         raise TypeError(f"prompts: expected a list or an iterator of prompts, got {kind}")
-
-
-def has_length(prompts: Any) -> bool:
-    """Whether the number of prompts is known; a wrapper of an iterator may raise when asked."""
-    try:
-        return len(prompts) >= 0
-    except TypeError:
-        return False
 
 
 def as_python(prompt: Any) -> Prompt:
@@ -129,11 +131,19 @@ class Refused(Unread):
         raise ValueError(str(self._error) or type(self._error).__name__)
 
 
-def has_images(prompt: Prompt) -> bool:
-    """Whether a prompt may have images or audio: a mapping, or messages with more than text."""
-    if not is_chat(prompt):
-        return isinstance(prompt, Mapping) and not {"input_ids", "text"}.isdisjoint(prompt)
-    return any(name in kind for kind in _kinds_in(prompt) for name in BESIDE_TEXT)
+def kind_of(prompt: Prompt) -> Kind:
+    """Returns what a prompt is: `chat` if its messages are text alone, `ids` if it is none of all.
+
+    What may have images or audio is `images` if a processor has yet to read it, else `processed`.
+    """
+    if isinstance(prompt, str):
+        return "text"
+    if is_chat(prompt):
+        beside = any(name in part for part in _kinds_in(prompt) for name in BESIDE_TEXT)
+        return "images" if beside else "chat"
+    if not isinstance(prompt, Mapping):
+        return "ids"
+    return "processed" if "input_ids" in prompt else "images" if "text" in prompt else "ids"
 
 
 def taken_by(processor: Any) -> list[str]:

@@ -13,6 +13,8 @@ from pagedkv.arrays import Tokens
 from pagedkv.pages.salts import Salt
 from pagedkv.step.metadata import StepMetadata
 
+from .results import Result
+
 if TYPE_CHECKING:
     from .image_prompts import ImagePrompt
     from .sampling import RowRules
@@ -80,6 +82,24 @@ class Row:
     def join(self, text: Tokens, done: int) -> None:
         """Notes the row's sequence, which holds the first `done` tokens of its text."""
         self.ids, self.done, self.joined_with = text, done, len(self.tokens)
+
+    def result(self, text: str | None, logprobs: bool) -> Result:
+        """Returns the row's `Result`.
+
+        Args:
+            text: its decoded tokens.
+            logprobs: whether it has their log-probabilities.
+        """
+        return Result(
+            self.index,
+            self.sample,
+            self.tokens,
+            text,
+            self.logprobs if logprobs else None,
+            "error" if self.error else self.finish_reason,  # type: ignore[arg-type]
+            self.cached_tokens,
+            self.error,
+        )
 
     def text(self) -> Tokens:
         """`[n]`, prompt and generated ids."""

@@ -3,46 +3,31 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Generator, Iterator
-from dataclasses import replace
+from collections.abc import Generator, Iterator
 from threading import Condition, Lock, get_ident
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
+from pagedkv.batch.calls import options_of
 from pagedkv.batch.chats import NAME as CHATS
 from pagedkv.batch.chats import Told
+from pagedkv.batch.encoder import PromptEncoder
 from pagedkv.batch.options import GenerationOptions
 from pagedkv.batch.per_prompt import EACH, value_of
 from pagedkv.batch.prompt_queue import Coming, PromptQueue
 from pagedkv.batch.prompts import Prompt
-from pagedkv.batch.results import GenerationStats, Result
 from pagedkv.batch.rows import Row
+from pagedkv.batch.runner import StepRunner
+from pagedkv.batch.scheduler import Scheduler
 from pagedkv.pages.salts import Salt
 
-from .job import CANCELLED, EventsJob
+from .job import CANCELLED, EventsJob, result_of
 from .request import Event, Request, Wish, Wishes
 
 MOST_OPTIONS = 64  # combinations of options that are kept
 PLAIN = str, int, float, bool, type(None)
-
-
-class Maker(NamedTuple):
-    """Functions by which the generator makes options, ids and results for events.
-
-    Attributes:
-        options: makes options from a count of prompts, or None, and the options given.
-        ids: makes ids from a prompt, what its template is told, and its place.
-        result: makes the result of a row that ended.
-        tokenizer: returns the tokenizer, None if there is none.
-        parts: the arguments of a `Job`.
-    """
-
-    options: Callable[[int | None, dict[str, Any]], GenerationOptions]
-    ids: Callable[[Prompt, Told, int], Any]
-    result: Callable[[Row], Result]
-    tokenizer: Callable[[], Any]
-    parts: tuple[Any, ...]
+Parts = tuple[Scheduler, StepRunner, PromptQueue]  # the arguments of a `Job`
 
 
 class Events(Iterator[Event]):
@@ -55,15 +40,13 @@ class Events(Iterator[Event]):
         stats: a `GenerationStats` of all its rows.
     """
 
-    def __init__(
-        self, make: Maker, source: PromptQueue, stats: GenerationStats, logprobs: bool
-    ) -> None:
-        self._make, self._source, self.stats = make, source, stats
+    def __init__(self, encoder: PromptEncoder, parts: Parts, logprobs: bool) -> None:
+        self._encoder, self._logprobs = encoder, logprobs
+        _, runner, self._source = parts
+        self.stats = runner.stats
         self._requests: dict[int, Request] = {}
         self._wishes: Wishes = deque()
-        self._job = EventsJob(
-            self._requests, self._wishes, self._result, make.tokenizer, logprobs, *make.parts
-        )
+        self._job = EventsJob(self._requests, self._wishes, encoder, logprobs, *parts)
         self._running: Generator[Any] | None = None
         self._pending: deque[Event] = deque()
         self._added, self._adding = 0, Lock()
@@ -98,7 +81,7 @@ class Events(Iterator[Event]):
         with self._adding:
             self._require_open()
             chosen, own = self._options(options)
-            ids = self._make.ids(prompt, told, self._added)
+            ids = self._encoder.one(prompt, told, self._added)
             request = Request(self._added, self._wish, lambda: self._reader)
             self._added += 1
             self._requests[request.index] = request
@@ -118,14 +101,14 @@ class Events(Iterator[Event]):
         key = _key(plain)
         if key is None:
             each = {name: [value] for name, value in own.items()}
-            chosen = self._make.options(1, {**plain, **each})
+            chosen = options_of(self._encoder, 1, {**plain, **each})
         else:
             key = frozenset(own), key
             if key not in self._chosen:
                 if len(self._chosen) >= MOST_OPTIONS:
                     self._chosen.clear()
                 in_step = {name: iter(()) for name in own}
-                self._chosen[key] = self._make.options(None, {**plain, **in_step})
+                self._chosen[key] = options_of(self._encoder, None, {**plain, **in_step})
             chosen = self._chosen[key]
             chosen.require(own)
         if chosen.samples > 1:
@@ -230,14 +213,8 @@ class Events(Iterator[Event]):
             if error is None:
                 row = row or Row(np.empty(0, np.int32), 0, request.index)
                 row.error = CANCELLED
-                result = self._result(row)
+                result = result_of(row, self._encoder, self._logprobs)
             request.end(result, error)
-
-    def _result(self, row: Row) -> Result:
-        result = self._make.result(row)
-        if row.error == CANCELLED:
-            return replace(result, finish_reason="cancelled", error=None)
-        return result
 
     def _require_open(self) -> None:
         if self._is_closed:

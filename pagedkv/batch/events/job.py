@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+from pagedkv.batch.encoder import PromptEncoder
 from pagedkv.batch.job import GenerationJob
 from pagedkv.batch.prompt_queue import Coming
 from pagedkv.batch.results import Result
@@ -23,8 +23,7 @@ class EventsJob(GenerationJob):
     Args:
         requests: by the place of their prompts; those that ended are removed.
         wishes: what other threads want of rows, in the order of asking.
-        result_of: makes the result of a row that ended.
-        tokenizer: returns the tokenizer for the text of events, or None.
+        encoder: has the tokenizer for the text of events, if there is one.
         logprobs: whether events have log-probabilities.
         job: the arguments of a `Job`.
     """
@@ -33,21 +32,20 @@ class EventsJob(GenerationJob):
         self,
         requests: dict[int, Request],
         wishes: Wishes,
-        result_of: Callable[[Row], Result],
-        tokenizer: Callable[[], Any],
+        encoder: PromptEncoder,
         logprobs: bool,
         *job: Any,
     ) -> None:
         super().__init__(None, *job)
-        self._requests, self._wishes, self._result_of = requests, wishes, result_of
-        self._tokenizer, self._logprobs = tokenizer, logprobs
+        self._requests, self._wishes = requests, wishes
+        self._encoder, self._logprobs = encoder, logprobs
 
     def _rows(self, coming: Coming) -> list[Row]:
         rows, request = super()._rows(coming), self._requests[coming.place]
         (row,) = rows
         if row.rules is not None and row.rules.alike is not None:
             row.rules = replace(row.rules, alike=(coming.options, row.rules.alike))
-        request.row, request.text = row, Text(self._tokenizer(), coming.options.stops)
+        request.row, request.text = row, Text(self._encoder.tokenizer, coming.options.stops)
         if request.is_cancelled:
             row.error = CANCELLED
         return rows
@@ -93,9 +91,17 @@ class EventsJob(GenerationJob):
             events.append(Event(request, tokens[i], text.add(tokens[i]), logprob))
         if is_over:
             del self._requests[row.index]
-            result = self._result_of(row)
+            result = result_of(row, self._encoder, self._logprobs)
             last = events.pop() if events else Event(request, None, "")
             rest = last.text + text.end(result.text)
             events.append(last._replace(text=rest, finish_reason=result.finish_reason))
             request.end(result)
         return events
+
+
+def result_of(row: Row, encoder: PromptEncoder, logprobs: bool) -> Result:
+    """Makes the result of a row that ended, perhaps because somebody cancelled it."""
+    result = row.result(encoder.text(row.tokens), logprobs)
+    if row.error == CANCELLED:
+        return replace(result, finish_reason="cancelled", error=None)
+    return result

@@ -75,7 +75,7 @@ class Continuation(Row):
             self.finish_reason = "length"
         return self.finish_reason is not None
 
-    def result(self) -> Score:
+    def score(self) -> Score:
         """Returns the row's `Score`."""
         return Score(
             self.index,

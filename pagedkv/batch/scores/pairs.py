@@ -11,7 +11,7 @@ import numpy as np
 from pagedkv.arrays import Ints
 from pagedkv.batch.chats import Told
 from pagedkv.batch.encoder import encode
-from pagedkv.batch.prompts import Prompt, as_python, has_images, ids_of
+from pagedkv.batch.prompts import Prompt, as_python, ids_of, kind_of
 from pagedkv.pages.salts import Salt
 
 
@@ -80,7 +80,7 @@ def contexts_of(
         TypeError, ValueError: something given is no prompt, or has images.
     """
     for i, prompt in enumerate(prompts):
-        if has_images(prompt):
+        if kind_of(prompt) in ("images", "processed"):
             raise ValueError(f"prompts: expected text to score behind, got images at {i}")
     pairs = [
         _Pair(i, k, prompts[i], one) for i, own in enumerate(each) for k, one in enumerate(own)
