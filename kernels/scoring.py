@@ -122,7 +122,8 @@ class Scoring(NamedTuple):
             distance, bias = query - token, self.distance_bias.float().unflatten(1, by_head)
             inside = (distance >= 0) & (distance < bias.shape[-1])
             index = distance.clamp(0, bias.shape[-1] - 1).expand(scores.shape)
-            scores = scores.add_(bias.gather(-1, index).mul_(inside))
+            # A product with 0 would turn minus infinity, which hides a token, into NaN.
+            scores = scores.add_(bias.gather(-1, index).masked_fill_(~inside, 0))
         return scores
 
     def hidden(self, query: Tensor, token: Tensor, sees: Tensor | None = None) -> Tensor:

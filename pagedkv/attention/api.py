@@ -170,6 +170,8 @@ def paged_attention(
         out, lse = _operator(q, k, v, step.handle, layer, *terms)
     else:
         scoring = _terms(q, scale, softcap, sinks, alibi_slopes, distance_bias, tree)
+        require_tensor("k", k)  # a `Call` without K and V only reads
+        require_tensor("v", v)
         call = Call(q, k, v, step.at(layer), layer, scoring, return_lse)
         out, lse = _attend(call, step) if indices is None else _attend_chosen(call, indices)
     return (out, lse) if return_lse else out

@@ -94,6 +94,22 @@ def test_places_are_those_in_the_text_whatever_was_dropped_shared_or_cut(kind, b
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+def test_minus_infinity_hides_tokens_at_its_distance_and_no_others(backend):
+    cache, q, k, v, bias = a_cache(backend), *drawn(12, 1)
+    bias[..., [1, 5]] = -torch.inf
+    seq, found = cache.add(), []
+    for new in (11, 1):  # a prompt, a token
+        begin = cache.length(seq)
+        parts = [x[begin : begin + new] for x in (q, k, v, bias)]
+        with cache.step([seq], num_new=new) as step:
+            found.append(paged_attention(*parts[:3], step, 0, distance_bias=parts[3]))
+    for n in (1, 4, 11, 12):
+        weights = biased(q, k, bias, torch.zeros(H), n).softmax(-1)
+        exact = torch.einsum("hm,mhd->hd", weights, v[:n].double().repeat_interleave(H // G, 1))
+        torch.testing.assert_close(torch.cat(found)[n - 1].double(), exact, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_slopes_of_zero_and_a_table_of_zeros_change_nothing(backend):
     q, k, v, _ = drawn(30, 1)
     zeros = {

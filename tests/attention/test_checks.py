@@ -35,9 +35,12 @@ def test_what_is_no_dense_tensor_is_refused_by_name():
     t, cache = text(sizes, 8, seed=0), cache_for(sizes)
     step, given = cache.prepare([cache.add()], num_new=8), {"q": t.q[0], "k": t.k[0], "v": t.v[0]}
     for name in given:
-        for wrong in (given[name].tolist(), given[name].to_sparse()):
+        for wrong in (given[name].tolist(), given[name].to_sparse(), None):
             with pytest.raises(TypeError, match=f"{name}: expected a dense tensor, got"):
                 paged_attention(**{**given, name: wrong}, step=step, layer=0)
+    chosen = {"indices": torch.arange(8)[:, None]}  # would read what nobody wrote
+    with pytest.raises(TypeError, match="k: expected a dense tensor, got NoneType"):
+        paged_attention(t.q[0], None, None, step, 0, **chosen)
     with pytest.raises(TypeError, match="sinks: expected a dense tensor, got"):
         paged_attention(**given, step=step, layer=0, sinks=torch.ones(sizes.heads).to_sparse())
     assert step.wrote == []
