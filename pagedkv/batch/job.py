@@ -116,10 +116,12 @@ class Job:
             if ended:
                 self._packed.require_adapters(self._adapters)
             return ended
-        except BaseException:
+        except BaseException as error:
             self._scheduler.rows.close()
             with suppress(ModelChangedError):  # asked only to forget prefixes
                 self._packed.require_adapters(self._adapters)
+            if isinstance(error, Exception):  # perhaps because another thread closed the generator
+                self._packed.require_open()
             raise
 
     def _step(self) -> list[Any] | None:

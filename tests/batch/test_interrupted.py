@@ -171,6 +171,15 @@ def test_a_closed_generator_says_so(model):
             use()
 
 
+@pytest.mark.parametrize("call", ["generate", "score"])
+def test_a_generator_that_is_closed_within_a_step_says_so(model, call):
+    with generator(model) as batched:
+        model.model.layers[0].register_forward_pre_hook(lambda *_: batched.close())
+        with pytest.raises(ValueError, match="this BatchGenerator was closed"):
+            getattr(batched, call)(prompts(5), *([[[3]]] if call == "score" else []))
+        assert_nothing_held(batched)
+
+
 @pytest.mark.parametrize("started", [False, True])
 @pytest.mark.parametrize("how", ["close", "del"])
 def test_a_stream_left_unfinished_holds_nothing(model, how, started):
