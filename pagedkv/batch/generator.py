@@ -92,8 +92,8 @@ class BatchGenerator:
             docs/howto/rollouts.md for what it costs.
         cuda_graphs: replay decoding steps as CUDA graphs, where the pages are on CUDA and attended
             by Triton kernels.
-        unknown: "check" looks at a model that no list knows, as `PagedCache` does, and tries packed
-            rows of it; default is to refuse it.
+        unknown: "check" looks at a model that no list knows, as `PagedCache` does; default is to
+            refuse it. Packed rows of it are tried, and of any model in which code of others runs.
         fields: other fields of `CacheConfig` (page_size, max_sequences, ...).
 
     Attributes:
@@ -143,7 +143,7 @@ class BatchGenerator:
             step_tokens = ranks.least(default_step_tokens(model, self.cache.device))
         self.step_tokens = step_tokens
         try:
-            require_like_alone(self._packed, unknown)
+            require_like_alone(self._packed)
             why_one = why_none(self.cache.config)
             if why_one and draft is not None:
                 raise ValueError(f"draft: expected none {why_one}")

@@ -1,19 +1,26 @@
-"""Compares packed rows of a model that no list knows with the same rows alone."""
+"""Compares packed rows of a model that nobody has read with the same rows alone.
+
+That is a model in which code of others runs, whatever this code does, or one that no list knows.
+"""
 
 from __future__ import annotations
 
+import weakref
 from functools import partial
 
 import torch
+from transformers import PreTrainedModel
 
+from pagedkv.config import field_of
 from pagedkv.errors import UnsupportedModelError
 from pagedkv.hf.cache import PagedCache
-from pagedkv.hf.likeness import LENGTHS, NEW, Rows, Truth, compared, recorded
+from pagedkv.hf.foreign_code import Code, foreign_code, unmarked
+from pagedkv.hf.likeness import LENGTHS, LOGITS, NEW, Rows, Truth, compared, recorded
 from pagedkv.hf.look import PAGES
 from pagedkv.hf.model import named_model, text_config
 from pagedkv.models.seen import seen_of
 
-from .packed import PackedModel
+from .packed import Inputs, PackedModel
 
 FIRST = 7  # tokens before the cut of the prompt that is cut in two
 # Tokens of each row in each step. Some scans of transformers differ by 1e-3 from its single steps,
@@ -22,48 +29,81 @@ CUTS = [
     (FIRST, LENGTHS[0] - FIRST, *[1] * (NEW - 1)),
     *((n, *[1] * (NEW - 1), 0) for n in LENGTHS[1:]),
 ]
+NEAR, FAR = 1, 2  # the rows of the second comparison
+# What was found right, by model: its dtype, and the code of others that ran in it.
+_right: weakref.WeakKeyDictionary[PreTrainedModel, tuple[torch.dtype, Code]]
+_right = weakref.WeakKeyDictionary()
 
 
 @torch.no_grad()
-def require_like_alone(packed: PackedModel, unknown: str | None) -> None:
-    """Raises if packed rows of a model that no list knows would differ from rows alone.
+def require_like_alone(packed: PackedModel) -> None:
+    """Raises if packed rows of a model that nobody has read would differ from rows alone.
 
-    Args:
-        unknown: "check" tries the model now; None refuses one that was not tried.
+    A model of transformers' own code costs a look at its modules; another one is tried once.
 
     Raises:
-        UnsupportedModelError: a layer gives something else, or the model was not tried.
+        UnsupportedModelError: a layer gives something else; the error names it, and the code.
     """
     model = packed.model
-    seen = seen_of(text_config(model))
-    if seen is None or seen.is_packed:
+    code = foreign_code(model)
+    if not code and seen_of(text_config(model)) is None:
         return
-    if unknown is None:
-        raise UnsupportedModelError(
-            f"{named_model(model)} cannot run packed rows: no list knows its type, and it was "
-            'tried with `PagedCache` alone; `unknown="check"` tries packed rows'
-        )
-    compared(model, partial(_compare, packed))
-    seen.is_packed = True
+    tried = model.dtype, frozenset(code)
+    if _right.get(model) == tried:
+        return
+    with unmarked(model):
+        compared(model, partial(_compare, packed), partial(_refusal, next(iter(code.values()), "")))
+    _right[model] = tried
+
+
+def _refusal(runs: str, model: PreTrainedModel, why: str) -> UnsupportedModelError:
+    what = f"{runs}, which is not transformers' own" if runs else "no list knows its type"
+    return UnsupportedModelError(
+        f"{named_model(model)} cannot run packed rows: {what}, and held against rows alone {why}. "
+        "`PagedCache` with `generate` runs the forwards that `generate` does."
+    )
 
 
 def _compare(packed: PackedModel, truth: Truth) -> None:
-    """Compares packed rows with rows alone; the first prompt is cut in two, the others are not."""
+    truth.require_like("packed rows", partial(_in_steps, packed, truth), truth.alone)
+    near = {LOGITS: truth.alone[LOGITS][NEAR : NEAR + 1]}
+    truth.require_like("a row beside one far ahead", partial(_beside, packed, truth), near)
 
-    def give() -> Rows:
-        with PagedCache(truth.model, **PAGES) as pages, recorded(truth.model) as truth.last:
-            kv = pages.kv
-            tried, seqs = packed.over(kv, exact=True), [kv.add() for _ in truth.texts]
-            for new in zip(*(text.split(cut) for text, cut in zip(truth.texts, CUTS))):
-                rows = {seq: ids.numpy() for seq, ids in zip(seqs, new) if len(ids)}
-                with kv.step([*rows], [*rows.values()]) as step:
-                    tried.logits(step, torch.arange(step.num_tokens, device=kv.device))
-            kv.free(seqs)
-        parts = [
-            {name: x[0].split([*cut]) for name, x in forward.items()}
-            for forward, cut in zip(truth.last, zip(*CUTS))
-        ]
-        names, every = parts[0], range(len(CUTS))
-        return {n: [torch.cat([part[n][i] for part in parts]) for i in every] for n in names}
 
-    truth.require_like("packed rows", give, truth.alone)
+def _in_steps(packed: PackedModel, truth: Truth) -> Rows:
+    """Computes all rows in steps; the first prompt is cut in two, the others are not."""
+    with PagedCache(truth.model, **PAGES) as pages, recorded(truth.model) as truth.last:
+        kv = pages.kv
+        tried, seqs = packed.over(kv, exact=True), [kv.add() for _ in truth.texts]
+        for new in zip(*(text.split(cut) for text, cut in zip(truth.texts, CUTS))):
+            rows = {seq: ids.numpy() for seq, ids in zip(seqs, new) if len(ids)}
+            with kv.step([*rows], [*rows.values()]) as step:
+                tried.logits(step, torch.arange(step.num_tokens, device=kv.device))
+        kv.free(seqs)
+    parts = [
+        {name: x[0].split([*cut]) for name, x in forward.items()}
+        for forward, cut in zip(truth.last, zip(*CUTS))
+    ]
+    names, every = parts[0], range(len(CUTS))
+    return {n: [torch.cat([part[n][i] for part in parts]) for i in every] for n in names}
+
+
+def _beside(packed: PackedModel, truth: Truth) -> Rows:
+    """Computes the last logits of a row behind another whose positions are as far as they may be.
+
+    The other row's own logits say nothing. What goes by the longest row would change this one's.
+    """
+    longest = field_of(text_config(truth.model), "max_position_embeddings") or 0
+    ahead = max(0, longest - LENGTHS[FAR] - NEW)
+    texts, found = [truth.texts[row] for row in (FAR, NEAR)], []
+    with PagedCache(truth.model, **PAGES) as pages, recorded(truth.model) as truth.last:
+        kv = pages.kv
+        tried, seqs = packed.over(kv, exact=True), [kv.add(), kv.add()]
+        for new in zip(*(text.split([len(text) - NEW + 1, *[1] * (NEW - 1)]) for text in texts)):
+            with kv.step(seqs, [ids.numpy() for ids in new]) as step:
+                positions = step.positions.clone()
+                positions[: len(new[0])] += ahead
+                inputs = Inputs(step.tokens[None], positions[None])
+                found.append(tried.logits(step, inputs=inputs)[1].float().cpu())
+        kv.free(seqs)
+    return {LOGITS: [torch.stack(found)]}

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -11,18 +9,16 @@ from torch import nn
 from torch.nn.modules import module as every_module
 from transformers import PreTrainedModel
 
-# Packages whose hooks are right for packed rows, or do the same to every token.
-KNOWN = {"pagedkv", "torch", "transformers", "accelerate", "peft", "bitsandbytes", "deepspeed"}
-KNOWN |= {"compressed_tensors"}
+from .foreign_code import KNOWN, on_packed_rows, origin_of
 
 
 def foreign_hook(model: PreTrainedModel) -> str | None:
     """Names the first module of a decoder that has a foreign hook, and the hook; None without."""
-    of_modules = ((path or type(model).__name__, own) for path, own in _on_packed_rows(model))
+    of_modules = ((path or type(model).__name__, own) for path, own in on_packed_rows(model))
     for path, module in chain([("every module", None)], of_modules):
         for _, hook in _forward_hooks(module):
             if not _is_known(hook):
-                home, name = _origin(hook)
+                home, name = origin_of(hook)
                 return f"{path} has the forward hook {home}.{name}"
     return None
 
@@ -49,22 +45,5 @@ def _forward_hooks(module: nn.Module | None) -> list[tuple[int, Any]]:
     return [*before.copy().items(), *behind.copy().items()]  # another thread may begin a forward
 
 
-def _on_packed_rows(model: PreTrainedModel) -> Iterator[tuple[str, nn.Module]]:
-    """Yields a model's modules that see packed rows: not its towers, which see images."""
-    inside = {*model.get_decoder().modules()}
-    for path, module in model.named_modules():
-        if module in inside or not path or module is model.get_output_embeddings():
-            yield path, module
-
-
 def _is_known(hook: Any) -> bool:
-    return _origin(hook)[0].partition(".")[0] in KNOWN
-
-
-def _origin(hook: Any) -> tuple[str, str]:
-    """Returns the Python module in which a hook was written, and its name there."""
-    while isinstance(hook, partial):
-        hook = hook.func
-    hook = getattr(hook, "__func__", hook)
-    named = hook if hasattr(hook, "__qualname__") else type(hook)
-    return str(named.__module__), named.__qualname__
+    return origin_of(hook)[0].partition(".")[0] in KNOWN

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from transformers import LogitsProcessor, PreTrainedModel
 
 from pagedkv.errors import UnsupportedModelError
+from pagedkv.ranks import ranks_of
 
 from .model import device_of, named_model, text_config
 from .release import CACHE
@@ -36,6 +37,7 @@ OPTIONS: dict[str, Any] = {
 
 # By layer, in the order of computation: `[n, C]` for each row, the outputs for its last n tokens.
 Rows = dict[str, list[Tensor]]
+Refusal = Callable[[PreTrainedModel, str], UnsupportedModelError]
 
 
 @contextmanager
@@ -94,14 +96,20 @@ class _Forced(LogitsProcessor):
 class Truth:
     """The outputs of a model's layers over transformers' own cache, for some random texts.
 
+    Args:
+        refusal: makes the error for a model that gives something else, from what was found.
+
     Attributes:
         texts: `[n]` each, with all tokens that are computed.
         far: the largest distance that was found, in parts of a layer's output.
         last: the latest recording.
     """
 
-    def __init__(self, model: PreTrainedModel, seed: int = 0) -> None:
-        self.model, self.far = model, 0.0
+    def __init__(
+        self, model: PreTrainedModel, seed: int = 0, refusal: Refusal | None = None
+    ) -> None:
+        self.model, self.far, self._ranks = model, 0.0, ranks_of(model)
+        self._refusal = partial(refusal or not_alike, model)
         self.last: list[dict[str, Tensor]] = []
         draw = torch.Generator().manual_seed(seed)
         most = text_config(model).vocab_size * 3 // 4  # special tokens are the last, as a rule
@@ -131,7 +139,7 @@ class Truth:
                 **({} if cache is None else {CACHE: cache}),
             )
         if not found[:, -NEW:].cpu().equal(torch.stack([text[-NEW:] for text in texts])):
-            raise refusal(self.model, "its generate() takes no logits_processor to force tokens by")
+            raise self._refusal("its generate() takes no logits_processor to force tokens by")
         names = dict.fromkeys(name for forward in self.last for name in forward)
         whole = {n: torch.cat([f[n] for f in self.last if n in f], 1) for n in names}
         return {
@@ -147,7 +155,7 @@ class Truth:
             if cache is not None:
                 raise
             why = f"it fails by itself ({type(error).__name__}: {error})"
-            raise refusal(self.model, why) from error
+            raise self._refusal(why) from error
 
     @cached_property
     def alone(self) -> Rows:
@@ -164,37 +172,39 @@ class Truth:
         return {name: [rows[name][0] for rows in each] for name in each[0]}
 
     @cached_property
-    def allowed(self) -> dict[str, float]:
+    def _allowed(self) -> dict[str, float]:
         """How far another right way may be from this one, by layer.
 
         Raises:
             UnsupportedModelError: it is too far to judge by.
         """
-        self._require_again()
         shaken, found = self._each(shaken=True), {}
-        for name, rows in self.alone.items():
-            rounding = max(map(distance, shaken[name], rows))
-            if not rounding < VAGUE:
-                raise refusal(
-                    self.model,
-                    f"{name} changes by {rounding:.1e} of it with a rounding in "
-                    f"{self.model.dtype}, which hides what pages change; float32 may tell, unless "
-                    "the model keeps something beside its cache",
+        for name, far in self._distances(shaken, self.alone).items():
+            if not far < VAGUE:
+                raise self._refusal(
+                    f"{name} changes by {far:.1e} of it with a rounding in {self.model.dtype}, "
+                    "which hides what pages change; float32 may tell, unless the model keeps "
+                    "something beside its cache"
                 )
-            found[name] = max(ROUNDINGS * rounding, LEAST)
+            found[name] = max(ROUNDINGS * far, LEAST)
         return found
 
-    def _require_again(self) -> None:
+    def require_again(self) -> None:
         """Raises if a text gives another output once other texts were computed."""
         most = max(LEAST, ROUNDINGS * torch.finfo(self.model.dtype).eps)
-        truth = self.alone
-        for name, (row,) in self.given([0]).items():
-            if not (far := distance(row, truth[name][0])) <= most:
-                raise refusal(
-                    self.model,
+        first = {name: rows[:1] for name, rows in self.alone.items()}
+        for name, far in self._distances(self.given([0]), first).items():
+            if not far <= most:
+                raise self._refusal(
                     f"{name} gives another by {far:.1e} of it for the same text again: it draws at "
-                    "random, or keeps something beside its cache",
+                    "random, or keeps something beside its cache"
                 )
+
+    def _distances(self, found: Rows, truth: Rows) -> dict[str, float]:
+        """How far rows are from the truth, by layer; ranks decide by those of the first one."""
+        far = {name: max(map(distance, found[name], rows)) for name, rows in truth.items()}
+        shared: dict[str, float] = self._ranks.share(far)
+        return shared
 
     def require_like(self, way: str, give: Callable[[], Rows], truth: Rows) -> None:
         """Raises UnsupportedModelError with the first layer that gives something else, and how far.
@@ -204,23 +214,22 @@ class Truth:
             give: computes rows in this way, or raises.
             truth: the right outputs for these rows, perhaps with more rows behind them.
         """
-        every = self.allowed
         try:
             found = give()
         except Exception as error:  # of any kind: the model is unknown
             reached = self.last[-1] if self.last else {}
-            where = next((name for name in every if name not in reached), "its end")
-            raise refusal(self.model, f"{way} fail in {where}: {error}") from error
-        for name, most in every.items():
-            if name not in found:
-                raise refusal(self.model, f"{name} is not called for {way}")
-            far = max(map(distance, found[name], truth[name]))
+            where = next((name for name in self.alone if name not in reached), "its end")
+            raise self._refusal(f"{way} fail in {where}: {error}") from error
+        if missing := next((name for name in truth if name not in found), None):
+            raise self._refusal(f"{missing} is not called for {way}")
+        for name, far in self._distances(found, truth).items():
             self.far = max(self.far, far)
-            if not far <= most:
-                raise refusal(
-                    self.model,
+            if far <= LEAST:
+                continue
+            if not far <= (most := self._allowed[name]):  # a look at roundings costs forwards
+                raise self._refusal(
                     f"{name} is another by {far:.1e} of it for {way}, where rounding explains "
-                    f"{most:.1e}",
+                    f"{most:.1e}"
                 )
 
 
@@ -232,17 +241,21 @@ def distance(ours: Tensor, theirs: Tensor) -> float:
     return apart / size if size else apart
 
 
-def compared(model: PreTrainedModel, compare: Callable[[Truth], None]) -> Truth:
+def compared(
+    model: PreTrainedModel, compare: Callable[[Truth], None], refusal: Refusal | None = None
+) -> Truth:
     """Compares a model with its truth, which is returned.
 
     Args:
         compare: compares; raises UnsupportedModelError. In 16 bits a rounding may choose another
             expert, so it is called again with other texts: a wrong model is wrong with any.
+        refusal: as for `Truth`.
     """
     left = 1 if model.dtype == torch.float32 else DRAWS
     while True:
-        truth = Truth(model, seed=left)
+        truth = Truth(model, left, refusal)
         try:
+            truth.require_again()
             compare(truth)
             return truth
         except UnsupportedModelError:
@@ -251,8 +264,8 @@ def compared(model: PreTrainedModel, compare: Callable[[Truth], None]) -> Truth:
                 raise
 
 
-def refusal(model: PreTrainedModel, why: str) -> UnsupportedModelError:
-    """Makes the error for a model that failed the comparison with its own cache."""
+def not_alike(model: PreTrainedModel, why: str) -> UnsupportedModelError:
+    """Makes the error for a model that no list knows, and that failed the comparison."""
     return UnsupportedModelError(
         f"{named_model(model)} cannot use paged attention: no list knows its type, and held "
         f"against transformers' own cache {why}. Use transformers' own cache for it."

@@ -23,7 +23,7 @@ from pagedkv.models.states import Tensors
 from pagedkv.ranks import ranks_of
 
 from .adapters import without_adapters
-from .likeness import COMMON, Rows, Truth, compared, refusal
+from .likeness import COMMON, Rows, Truth, compared, not_alike
 from .model import (
     device_of,
     named_model,
@@ -83,7 +83,7 @@ def look_at(model: PreTrainedModel, over: Any) -> str | None:
         return None
     require_head(model)
     if ranks_of(model).size > 1:
-        raise refusal(model, "it can only be tried in one process")
+        raise not_alike(model, "it can only be tried in one process")
     forget(text)
     remember(text, found := _seen(model, dtype))
     try:
@@ -105,7 +105,7 @@ def _seen(model: PreTrainedModel, dtype: str) -> Seen:
         own = DynamicCache(config=text)
         model(input_ids=ids, use_cache=True, **{cache_argument(model): own})
     except Exception as error:  # of any kind: it may want another cache, or images
-        raise refusal(model, f"it does not fill one ({type(error).__name__}: {error})") from error
+        raise not_alike(model, f"it does not fill one ({type(error).__name__}: {error})") from error
     latents = {
         module.layer_idx
         for module in model.modules()
@@ -118,16 +118,18 @@ def _seen(model: PreTrainedModel, dtype: str) -> Seen:
             layers.pop()
     for i, layer in enumerate(layers):
         if (kind := type(layer)).__name__ not in KNOWN or kind.__module__ != cache_utils.__name__:
-            raise refusal(model, f"layer {i} keeps what no pages do ({kind.__name__})")
+            raise not_alike(model, f"layer {i} keeps what no pages do ({kind.__name__})")
         k, state = getattr(layer, "keys", None), _state_of(layer)
         if k is None and isinstance(layer, cache_utils.DynamicLayer):
-            raise refusal(
+            raise not_alike(
                 model,
                 f"layer {i} keeps 0 of {TOKENS} tokens: it attends to what another layer keeps, "
                 "or keeps it elsewhere",
             )
         if state is None:
-            raise refusal(model, f"layer {i} keeps a recurrent state without that of a convolution")
+            raise not_alike(
+                model, f"layer {i} keeps a recurrent state without that of a convolution"
+            )
         keeps = _KEEPS[k is not None, bool(state)]
         at = None if k is None else len(found.shapes), len(found.states) if state else None
         window = None if k is None else getattr(layer, "sliding_window", None)
@@ -135,7 +137,7 @@ def _seen(model: PreTrainedModel, dtype: str) -> Seen:
         found.shapes += [] if k is None else [_shape(k, layer.values, i in latents)]
         found.states += [state] if state else []
     if not found.shapes:
-        raise refusal(model, "none of its layers keeps K and V")
+        raise not_alike(model, "none of its layers keeps K and V")
     return found
 
 

@@ -14,14 +14,12 @@ class Seen:
     Attributes:
         kinds, shapes, states: as `layer_kinds`, `kv_shapes` and `state_tensors` return them.
         dtype: the dtype in which the model computed.
-        is_packed: whether packed rows were tried and found right as well.
     """
 
     kinds: list[Any]
     shapes: list[Any]
     states: list[Any]
     dtype: str
-    is_packed: bool = False
 
 
 # By identity, because configurations have no hash; so a copy counts as never tried.

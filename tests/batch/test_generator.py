@@ -63,7 +63,7 @@ def test_angles_that_depend_on_the_longest_row_are_refused_or_right():
 
 def test_a_model_without_position_ids_is_refused_by_name_and_left_as_it_was(model):
     class WithoutPositions(LlamaForCausalLM):
-        def forward(self, input_ids=None, attention_mask=None, past_key_values=None, **kwargs):
+        def forward(self, input_ids=None, attention_mask=None, past_key_values=None):
             raise NotImplementedError
 
     other = WithoutPositions(model.config)

@@ -230,12 +230,10 @@ def test_a_layer_of_which_one_convolution_of_four_did_not_run_is_named():
     model = tiny_hybrid("inkling_text")
     given = torch.nn.Identity()
     given.forward = lambda x, **_: x
-    model.model.layers[2].attn_sconv = given
-    with (
-        generator(model) as batched,
-        pytest.raises(UnsupportedModelError, match="computed no state in the layers 2"),
-    ):
-        batched.generate(prompts(5), max_new_tokens=2)
+    with generator(model) as batched:
+        model.model.layers[2].attn_sconv = given
+        with pytest.raises(UnsupportedModelError, match="computed no state in the layers 2"):
+            batched.generate(prompts(5), max_new_tokens=2)
 
 
 def test_every_form_of_state_that_is_served_is_tested():

@@ -1,0 +1,115 @@
+"""Code in a model that others have written, of which nobody knows whether rows can share a step.
+
+A look at names and signatures would miss what such code does: a mean over the tokens of a forward,
+the longest position, a state between forwards. So it is found here, and tried (`batch/tried.py`).
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+# Packages whose modules and hooks are right for packed rows, or do the same to every token.
+KNOWN = {"pagedkv", "torch", "transformers", "accelerate", "peft", "bitsandbytes", "deepspeed"}
+KNOWN |= {"compressed_tensors", "fla"}  # transformers takes modules of the last where it finds it
+# These make what a forward of `generate` is given; packed rows do not call them.
+FEED = (
+    "_prefill",
+    "prepare_inputs_for_generation",
+    "_prepare_position_ids_for_generation",
+    "_update_model_kwargs_for_generation",
+)
+SMALL = 1 << 16  # elements of a buffer that is kept while a model is tried: no packed weights
+
+Code = frozenset[weakref.ref[Any]]
+
+
+def foreign_code(model: PreTrainedModel) -> dict[weakref.ref[Any], str]:
+    """Finds classes and functions of others in the modules that see packed rows.
+
+    Returns:
+        What runs where, by class or function: equal keys mean that the same code runs.
+    """
+    found: dict[weakref.ref[Any], str] = {}
+
+    def note(path: str, code: Any) -> None:
+        code = _bare(code)
+        if not _is_known(code):
+            name = f"{code.__module__}.{code.__qualname__}"
+            found.setdefault(weakref.ref(code), f"{path or 'it'} runs {name}")
+
+    for path, module in on_packed_rows(model):
+        note(path, type(module))
+        note(path, type(module).forward)
+        for own in [*vars(module).values()]:
+            if callable(own):
+                note(path, own)
+    for name in FEED:
+        note("", getattr(model, name, None))
+    return found
+
+
+def on_packed_rows(model: PreTrainedModel) -> Iterator[tuple[str, nn.Module]]:
+    """Yields a model's modules that see packed rows: not its towers, which see images."""
+    decoder, head = model.get_decoder(), model.get_output_embeddings()
+    inside = {*decoder.modules()}
+    for path, module in model.named_modules():
+        if module in inside or module is head or any(one is decoder for one in module.modules()):
+            yield path, module
+
+
+def origin_of(code: Any) -> tuple[str, str]:
+    """Returns the Python module in which a function was written, and its name there."""
+    code = _bare(code)
+    return str(code.__module__), code.__qualname__
+
+
+def _bare(code: Any) -> Any:
+    """A function without its arguments and object; of another object its class."""
+    while isinstance(code, partial):
+        code = code.func
+    code = getattr(code, "__func__", code)
+    return code if hasattr(code, "__qualname__") else type(code)
+
+
+def _is_known(code: Any) -> bool:
+    """Whether a class or function is of a known package; a wrapper may bear the name of another."""
+    homes = code.__module__, getattr(code, "__globals__", {}).get("__name__")
+    known = {*KNOWN, "builtins"}
+    return all(home is None or home.partition(".")[0] in known for home in homes)
+
+
+@contextmanager
+def unmarked(model: PreTrainedModel) -> Iterator[None]:
+    """Takes back, at its end, what forwards change in attributes, small buffers and random numbers.
+
+    Else code that keeps something between forwards would be another once it was tried.
+    """
+    before = [
+        (module, dict(vars(module)), dict(module._buffers)) for _, module in on_packed_rows(model)
+    ]
+    small = [
+        (buffer, buffer.clone())
+        for _, _, buffers in before
+        for buffer in buffers.values()
+        if buffer is not None and buffer.numel() <= SMALL and not buffer.is_inference()
+    ]
+    cards = {part.device for part in model.parameters() if part.is_cuda}
+    with torch.random.fork_rng([*cards]):
+        try:
+            yield
+        finally:
+            for module, *kept in before:
+                for present, former in zip((vars(module), module._buffers), kept):
+                    for name in present.keys() - former.keys():
+                        del present[name]
+                    present.update(former)
+            for buffer, content in small:
+                buffer.copy_(content)
