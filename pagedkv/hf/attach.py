@@ -137,6 +137,7 @@ def _attach(given: PreTrainedModel, transactions: bool) -> None:
 def _count_in(given: PreTrainedModel, model: PreTrainedModel, transactions: bool) -> None:
     state = _ATTACHED.get(model)
     if state is None:
+        _unpack(model)
         alike = _with_config_of(model)
         name = text_config(model)._attn_implementation if alike is None else alike.name
         before = Before.of(model)
@@ -152,6 +153,16 @@ def _count_in(given: PreTrainedModel, model: PreTrainedModel, transactions: bool
         if part not in state.hooks:
             state.hooks[part] = watch(part)
     state.count += 1
+
+
+def _unpack(model: PreTrainedModel) -> None:
+    """Lets compressed-tensors unpack a model now, as it would in the model's first forward.
+
+    There it would put other weights in the place of those with which a cache was begun.
+    """
+    hook = getattr(model, "ct_decompress_hook", None)
+    if isinstance(hook, RemovableHandle):
+        model._forward_pre_hooks[hook.id](model, ())
 
 
 def detach(model: PreTrainedModel) -> None:

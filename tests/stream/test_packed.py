@@ -35,6 +35,22 @@ def test_packed_weights_stream_packed_and_compute_as_in_memory(scheme, tmp_path)
     assert stats.bytes_read / stats.passes == pytest.approx(sum(layers[1:]), rel=0.1)
 
 
+def test_a_model_that_unpacks_itself_takes_later_turns_forks_and_prefixes_of_others(tmp_path):
+    """In its first forward it gets other weights, which are no change of the model."""
+    folder, store = packed(tmp_path / "model", "W4A16", vocab_size=100), tmp_path / "store"
+    ids, options = torch.arange(130)[None] % 90 + 3, {"max_new_tokens": 3, "do_sample": False}
+    for found in (0, 128):
+        model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+        with PagedCache.prefill(model, ids, max_tokens=512, prefix_store=store) as shared:
+            assert shared.stats().tokens_from_store == found
+            fork = shared.fork()
+            longer = torch.cat([ids, ids[:, :3]], 1)
+            for _ in range(2):
+                longer = model.generate(longer, **named(fork), **options)
+    alone = model.generate(longer[:, :133], **options | {"max_new_tokens": 6})
+    assert longer.tolist() == alone.tolist()
+
+
 def test_four_bits_are_planned_streamed_and_generated_from_with_pages(tmp_path):
     folder = packed(tmp_path, "W4A16", num_hidden_layers=12, vocab_size=100)
     sizes = {"max_tokens": 64, "length": 40, "step_tokens": 32, "batch": 2}
