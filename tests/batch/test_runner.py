@@ -242,9 +242,10 @@ def test_a_stream_that_is_dropped_with_a_step_in_flight_gives_its_pages_back(mod
 
 
 def test_ids_and_log_probabilities_are_read_as_they_were_chosen():
-    chosen = Chosen(torch.tensor([3, 1]), torch.tensor([-0.5, -2.0]), {})
+    fine = torch.tensor([True, True])
+    chosen = Chosen(torch.tensor([3, 1]), torch.tensor([-0.5, -2.0]), {}, fine)
     assert chosen.read() == ([3, 1], [-0.5, -2.0])
-    assert Chosen(torch.tensor([7]), None, {}).read() == ([7], None)
+    assert Chosen(torch.tensor([7]), None, {}, fine[:1]).read() == ([7], None)
 
 
 FORWARDS = """
