@@ -178,7 +178,7 @@ def _by_rules(
         first = group[0]
         try:
             if first.rules.is_plain:
-                top = own.max(-1)
+                top: tuple[Tensor, Tensor] = own.max(-1)
             else:
                 scores = own.to(torch.float32, copy=True)
                 if first.rules.generator is not None:
