@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 
 class Like(NamedTuple):
@@ -22,7 +23,7 @@ class Like(NamedTuple):
         return cls(tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
 
     def fits(self, tensor: Tensor) -> bool:
-        """Whether a tensor has this layout, and neither gradients nor a lazy minus."""
+        """Whether a tensor has this layout, and neither derivatives nor a lazy minus."""
         return (
             tensor.__class__ is Tensor
             and tensor.shape == self.shape
@@ -30,5 +31,11 @@ class Like(NamedTuple):
             and tensor.dtype is self.dtype
             and tensor.device == self.device
             and not tensor.requires_grad
+            and not has_tangent(tensor)
             and not tensor.is_neg()
         )
+
+
+def has_tangent(tensor: Tensor) -> bool:
+    """Whether a tensor has a derivative of forward mode; fast where no code asks for any."""
+    return forward_ad._current_level >= 0 and forward_ad.unpack_dual(tensor).tangent is not None

@@ -17,6 +17,8 @@ from torch import Tensor
 NO_WINDOW = 1 << 30  # wider than any text
 LOG2E = math.log2(math.e)
 FARTHEST = 63  # places in front of a query: tokens as far, or farther, are no part of its tree
+FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+NUMBERS = (torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max)  # sizes; 0 as well
 SOFTCAPS = (1e-3, 1e3)  # beyond, the kernels' tanh by exponentials has too few digits
 
 
@@ -70,11 +72,9 @@ class Scoring(NamedTuple):
         """
         scale, _, softcap, sinks, slopes, bias, tree = self
         scale = _number("scale", scale)
-        if not math.isfinite(scale):
-            raise ValueError(f"scale: expected a finite number, got {scale}")
         if softcap is not None:
-            softcap = _number("softcap", softcap)
-            if not 0 < softcap < math.inf:
+            softcap = _number("softcap", softcap) or None
+            if softcap is not None and softcap < 0:
                 raise ValueError(f"softcap: expected a positive number, got {softcap}")
         if sinks is not None:
             _check_floats("sinks", sinks, q, "[H]", q.shape[1:2])
@@ -206,10 +206,20 @@ class Terms(NamedTuple):
 
 
 def _number(name: str, value: Any) -> float:
+    """Returns a number as kernels take it, in float32; raises for others, and for what is none."""
     try:
-        return float(value)
+        if isinstance(value, (str, bytes, bool)):
+            raise TypeError
+        number = float(value)
     except (TypeError, ValueError, RuntimeError, OverflowError):
         raise TypeError(f"{name}: expected a number, got {type(value).__name__}") from None
+    if number and not NUMBERS[0] <= abs(number) <= NUMBERS[1]:
+        least, most = NUMBERS
+        raise ValueError(
+            f"{name}: expected a finite number of float32, 0 or from {least:.4g} to {most:.4g} in "
+            f"size, got {number}"
+        )
+    return number
 
 
 def _check_floats(
@@ -223,10 +233,11 @@ def _check_floats(
     fits = len(term.shape) == len(shape) and all(
         has > 0 if length is None else has == length for has, length in zip(term.shape, shape)
     )
-    if not fits or not term.is_floating_point():
+    if not fits or term.dtype not in FLOATS:
+        wanted = f"{axes} = {expected}".replace("'", "")
         raise ValueError(
-            f"{name}: expected a float tensor of shape {axes} = {expected}".replace("'", "")
-            + f", got {term.dtype} {list(term.shape)}"
+            f"{name}: expected float32, float16 or bfloat16 of shape {wanted}, got {term.dtype} "
+            f"{list(term.shape)}"
         )
     if term.device != q.device:
         raise ValueError(f"{name}: expected device {q.device}, got {term.device}")

@@ -149,7 +149,7 @@ class StreamError(PagedKVError, RuntimeError):
 
 
 class GradModeError(PagedKVError, RuntimeError):
-    """K, V or queries require gradients; pages are written in place and keep no graph."""
+    """K, V or queries have derivatives, backward or forward; pages are written in place."""
 
 
 class ModelChangedError(PagedKVError, RuntimeError):

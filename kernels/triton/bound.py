@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from pagedkv.kernels.formats import Pages
-from pagedkv.kernels.like import Like
+from pagedkv.kernels.like import Like, has_tangent
 from pagedkv.kernels.scoring import Scoring, Terms
 
 from .geometry import Geometry
@@ -124,9 +124,12 @@ class Bound:
             and scoring.scale == mine.scale
         ):
             return self._terms
-        scoring = scoring.checked(q, mine.window)
-        if any(tensor.requires_grad for _, tensor in scoring.tensors) and torch.is_grad_enabled():
+        given = [term for term in scoring if isinstance(term, Tensor)]
+        if torch.is_grad_enabled() and any(term.requires_grad for term in given):
             return None
+        if any(map(has_tangent, given)):
+            return None
+        scoring = scoring.checked(q, mine.window)
         scoring.check_served(q)
         check_aligned(**dict(scoring.tensors))
         return scoring.arguments()[1] if scoring.kind == mine.kind else None

@@ -18,7 +18,7 @@ from pagedkv.storage import Storage
 
 from .backend import backend_of
 from .call import Call
-from .checks import check_kv, checked, require_tensor
+from .checks import check_kv, checked, require_bool, require_step, require_tensor
 from .chosen import chosen_of
 from .narrowed import among_all
 from .observe import observe
@@ -37,7 +37,7 @@ def write_kv(k: Tensor, v: Tensor, step: StepMetadata, layer: int) -> None:
     Raises:
         ClosedStepError: the step was committed or aborted.
         ValueError, TypeError: a shape, device or dtype differs from the cache's.
-        GradModeError: `k` or `v` require gradients.
+        GradModeError: `k` or `v` require gradients, or have tangents of forward mode.
 
     Examples:
         >>> import torch
@@ -51,7 +51,7 @@ def write_kv(k: Tensor, v: Tensor, step: StepMetadata, layer: int) -> None:
     if torch.compiler.is_compiling():
         # A compiler would drop a call without a result as dead code; paged_attention also writes.
         raise NotImplementedError("write_kv: expected to be called outside of compiled code")
-    step.require_open()
+    require_step(step, layer)
     step = step.at(layer)
     check_kv(k, v, step, layer)
     backend_of(step).write(k, v, step, layer)
@@ -122,8 +122,9 @@ def paged_attention(
         k: `[T, G, D]`, as in `write_kv`.
         v: the same, as in `write_kv`.
         scale: factor of the scores; default `D ** -0.5`.
-        softcap: scores become `softcap * tanh(score / softcap)`.
-        sinks: `[H]`, a score per head that takes its share of the weights and has no value.
+        softcap: scores become `softcap * tanh(score / softcap)`; None or 0 for none.
+        sinks: `[H]`, a score per head that takes its share of the weights and has no value; like
+            other terms in float32, float16 or bfloat16.
         alibi_slopes: `[H]`; the score of a token d tokens in front of its query becomes `score -
             slope * d`, after scale and softcap (ALiBi).
         distance_bias: `[T, H, n]`; the score of such a token becomes `score + bias[query, head, d]`
@@ -149,7 +150,7 @@ def paged_attention(
         ClosedStepError: the step was committed or aborted.
         ValueError, TypeError: a shape, device or dtype differs from the cache's, or there is a bias
             by distance and the cache has a policy or does not read all pages.
-        GradModeError: `q`, `k`, `v` or a term requires gradients.
+        GradModeError: `q`, `k`, `v` or a term requires gradients, or has a tangent of forward mode.
 
     Examples:
         >>> import torch
@@ -169,6 +170,10 @@ def paged_attention(
         terms = scale, softcap, sinks, alibi_slopes, distance_bias
         out, lse = _operator(q, k, v, step.handle, layer, *terms)
     else:
+        require_step(step, layer)
+        require_bool("return_lse", return_lse)
+        for name, new in (("k", k), ("v", v)):
+            require_tensor(name, new)
         scoring = _terms(q, scale, softcap, sinks, alibi_slopes, distance_bias, tree)
         require_tensor("k", k)  # a `Call` without K and V only reads
         require_tensor("v", v)
@@ -260,7 +265,7 @@ def attend_again(
     if torch.compiler.is_compiling():
         # A compiler does not know that this call has to follow the call that writes.
         raise NotImplementedError("attend_again: expected to be called outside of compiled code")
-    step.require_open()
+    require_step(step, layer)
     if layer not in step.wrote:
         raise ValueError(f"layer: expected one that has written in this step, got {layer!r}")
     whole = step = step.at(layer)
@@ -335,6 +340,8 @@ def _terms(
     q: Tensor, scale: float | None, softcap: float | None, *tensors: Tensor | None
 ) -> Scoring:
     require_tensor("q", q)
+    if q.ndim != 3 or not q.shape[2]:
+        raise ValueError(f"q: expected shape [T, H, D], got {list(q.shape)}")
     return Scoring(q.shape[-1] ** -0.5 if scale is None else scale, None, softcap, *tensors)
 
 

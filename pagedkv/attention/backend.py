@@ -11,6 +11,9 @@ import torch
 from pagedkv.step.metadata import StepMetadata
 
 from .call import Backend
+from .checks import require_word
+
+BACKENDS = ("auto", "c", "torch", "triton")
 
 
 def backend_of(step: StepMetadata) -> Backend:
@@ -39,8 +42,7 @@ def choose_backend(backend: str, device: torch.device) -> str:
     Raises:
         NotImplementedError: this machine or device does not have the backend asked for.
     """
-    if backend not in ("auto", "c", "torch", "triton"):
-        raise ValueError(f"backend: expected 'auto', 'c', 'torch' or 'triton', got {backend!r}")
+    require_word("backend", backend, BACKENDS)
     wanted = backend
     if backend == "auto":
         on_card = device.type == "cuda" and not torch.version.hip

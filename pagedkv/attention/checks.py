@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from pagedkv.errors import GradModeError
+from pagedkv.kernels.like import has_tangent
+from pagedkv.kernels.scoring import Scoring
 from pagedkv.step.metadata import StepMetadata
 
 from .call import Call
@@ -24,12 +28,18 @@ def checked(call: Call) -> Call:
     sight = step.config.groups[group]
     if scoring.tree is not None:
         _require_whole(step, layer, sight.window)
-    scoring = scoring.checked(q, None if sight.chunked else sight.window)
-    for name, tensor in scoring.tensors:
-        check_grad(name, tensor)
+    scoring = checked_terms(scoring, q, None if sight.chunked else sight.window)
     if scoring.is_biased:
         _require_places(call, sight.window)
     return call._replace(scoring=scoring)
+
+
+def checked_terms(scoring: Scoring, q: Tensor, window: int | None) -> Scoring:
+    """Returns the checked terms of queries that see a window; see `Scoring.checked`."""
+    for name, term in zip(scoring._fields, scoring):
+        if isinstance(term, Tensor):
+            check_grad(name, term)
+    return scoring.checked(q, window)
 
 
 def _require_places(call: Call, window: int | None) -> None:
@@ -56,6 +66,28 @@ def _require_whole(step: StepMetadata, layer: int, window: int | None) -> None:
     sees = f"a window of {window} in layer {layer}" if window is not None else chosen or kept
     if sees is not None:
         raise NotImplementedError(f"tree: expected layers that see all of a text, got {sees}")
+
+
+def require_step(step: Any, layer: Any = 0) -> None:
+    """Raises unless these are an open step of a cache, and a whole number."""
+    if not isinstance(step, StepMetadata):
+        raise TypeError(f"step: expected what `prepare` returned, got {type(step).__name__}")
+    if isinstance(layer, bool) or not isinstance(layer, (int, np.integer)):
+        raise TypeError(f"layer: expected an int, got {type(layer).__name__}")
+    step.require_open()
+
+
+def require_bool(name: str, value: Any) -> None:
+    """Raises TypeError unless a value is True or False; any text would be true."""
+    if not isinstance(value, (bool, np.bool_)):
+        raise TypeError(f"{name}: expected True or False, got {type(value).__name__}")
+
+
+def require_word(name: str, value: Any, words: Sequence[str]) -> None:
+    """Raises ValueError unless a value is one of some words."""
+    if not isinstance(value, str) or value not in words:
+        *others, last = map(repr, words)
+        raise ValueError(f"{name}: expected {', '.join(others)} or {last}, got {value!r}")
 
 
 def require_tensor(name: str, tensor: Any) -> None:
@@ -104,8 +136,12 @@ def _check_kind(name: str, tensor: Tensor, step: StepMetadata) -> None:
 
 
 def check_grad(name: str, tensor: Tensor) -> None:
-    """Raises for a tensor that requires gradients while torch records gradients."""
+    """Raises for a tensor whose derivatives torch records, backward or forward."""
     if tensor.requires_grad and torch.is_grad_enabled():
         raise GradModeError(
             f"{name}: requires gradients, which pages do not keep; run under torch.no_grad()"
+        )
+    if has_tangent(tensor):
+        raise GradModeError(
+            f"{name}: has a tangent of forward mode, which pages do not keep; detach() drops it"
         )

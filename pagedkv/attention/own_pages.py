@@ -14,7 +14,14 @@ from torch import Tensor
 from pagedkv.kernels.formats import is_view_of_k
 from pagedkv.kernels.scoring import LOG2E, NO_WINDOW, Scoring
 
-from .checks import check_grad, is_front, require_tensor
+from .checks import (
+    check_grad,
+    checked_terms,
+    is_front,
+    require_bool,
+    require_tensor,
+    require_word,
+)
 from .own_backends import BACKENDS, OwnCall
 from .own_plan import AttentionPlan, require_whole
 
@@ -183,7 +190,7 @@ def attend_pages(
         NotImplementedError: the backend has no kernel for heads, dtype or terms.
         ValueError, TypeError: a shape, stride, device or dtype does not fit; on a CPU also if a
             page does not exist.
-        GradModeError: a tensor requires gradients.
+        GradModeError: a tensor requires gradients, or has a tangent of forward mode.
 
     Examples:
         >>> import torch
@@ -204,8 +211,9 @@ def attend_pages(
             f"q: expected [T, H, D] with H a multiple of {k.shape[1]} and D {k.shape[3]}, got "
             f"{list(packed.shape)}"
         )
-    if lse_base not in ("e", "2"):
-        raise ValueError(f"lse_base: expected 'e' or '2', got {lse_base!r}")
+    require_word("lse_base", lse_base, ("e", "2"))
+    for name, flag in (("causal", causal), ("return_lse", return_lse)):
+        require_bool(name, flag)
     window_left = require_whole("window_left", window_left, -1)
     window = None if window_left == -1 else min(window_left + 1, NO_WINDOW)
     causal = causal or int(plan.num_new.max(initial=0)) <= 1  # a last token sees all there is
@@ -213,16 +221,13 @@ def attend_pages(
         raise NotImplementedError(
             f"window_left: expected -1 where causal is False, got {window_left}"
         )
-    softcap = None if isinstance(softcap, (int, float)) and softcap == 0 else softcap
     tensors = sinks, alibi_slopes, distance_bias
     scoring = Scoring(packed.shape[2] ** -0.5 if scale is None else scale, None, softcap, *tensors)
-    scoring = scoring.checked(packed, window)
+    scoring = checked_terms(scoring, packed, window)
     if scoring.is_biased and not causal:
         raise NotImplementedError(
             "alibi_slopes, distance_bias: expected None where causal is False"
         )
-    for name, tensor in scoring.tensors:
-        check_grad(name, tensor)
     shape = *q.shape[:-1], v.shape[3]
     plan.check_pages(k.shape[0], window)
     into = _buffer("out", out, shape, q.dtype, plan), _buffer("lse", lse, shape[:-1], None, plan)
@@ -241,6 +246,8 @@ def _packed(name: str, tensor: Tensor, plan: AttentionPlan) -> Tensor:
     """Returns a tensor as `[T, heads, D]`, which a caller may also give by row."""
     if torch.compiler.is_compiling():
         raise NotImplementedError(f"{name}: expected to be called outside of compiled code")
+    if not isinstance(plan, AttentionPlan):
+        raise TypeError(f"plan: expected an AttentionPlan, got {type(plan).__name__}")
     require_tensor(name, tensor)
     each = plan.seqlen_q
     if tensor.ndim == 4 and each is not None and tensor.shape[:2] == (plan.num_rows, each):

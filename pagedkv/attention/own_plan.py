@@ -14,8 +14,8 @@ from torch import Tensor
 from pagedkv.arrays import Ints
 from pagedkv.kernels.sending import sent
 
-from .backend import choose_backend
-from .checks import require_tensor
+from .backend import BACKENDS, choose_backend
+from .checks import require_tensor, require_word
 
 LAYOUTS = ("NHD", "HND")
 ALIGNMENT = 16  # bytes; kernels take tensors whose addresses are multiples of it
@@ -74,8 +74,8 @@ class AttentionPlan:
         max_seqlen_k: int | None = None,
         backend: str = "auto",
     ) -> None:
-        if kv_layout not in LAYOUTS:
-            raise ValueError(f"kv_layout: expected 'NHD' or 'HND', got {kv_layout!r}")
+        require_word("kv_layout", kv_layout, LAYOUTS)
+        require_word("backend", backend, BACKENDS)
         page_size = require_whole("page_size", page_size, 1)
         seqlen_q = require_whole("seqlen_q", seqlen_q, 1)
         _check_ints("page_table", page_table, (None, None))
@@ -224,9 +224,13 @@ class AttentionPlan:
 
 def require_whole(name: str, value: Any, least: int) -> int:
     """Returns a whole number of Python, numpy or torch as int; raises if it is below `least`."""
-    if isinstance(value, bool) or not hasattr(value, "__index__") or index(value) < least:
+    try:
+        number = least - 1 if isinstance(value, bool) else index(value)
+    except TypeError:
+        number = least - 1
+    if number < least:
         raise ValueError(f"{name}: expected an integer of at least {least}, got {value!r}")
-    return index(value)
+    return number
 
 
 def _check_ints(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import index
 
 import numpy as np
 from torch import Tensor
@@ -10,6 +11,8 @@ from torch import Tensor
 from pagedkv.kernels.scoring import FARTHEST
 from pagedkv.kernels.sending import sent
 from pagedkv.step.metadata import StepMetadata
+
+from .checks import require_step
 
 _WORD = 2**64 - 1
 
@@ -47,12 +50,16 @@ def tree_of(step: StepMetadata, parents: Sequence[Sequence[int]]) -> tuple[Tenso
         >>> cache.length(seq)
         3
     """
-    step.require_open()
-    counts = [len(row) for row in parents]
+    require_step(step)
+    try:
+        rows = [list(map(index, row)) for row in parents]
+    except TypeError:
+        raise TypeError(f"parents: expected integers for each row, got {parents!r}") from None
+    counts = [len(row) for row in rows]
     if counts != step.num_new.tolist():
         raise ValueError(f"parents: expected {step.num_new.tolist()} for the rows, got {counts}")
     told: list[tuple[int, int]] = []  # each token's bits and count of non-ancestors
-    for row in parents:
+    for row in rows:
         if len(row) > FARTHEST and any(parent != i - 1 for i, parent in enumerate(row)):
             raise ValueError(f"parents: expected at most {FARTHEST} that branch, got {len(row)}")
         bits, depths = [-1], [-1]  # the first entry is for the text, which is seen whole

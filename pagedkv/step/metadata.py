@@ -181,7 +181,12 @@ class StepMetadata(StepTensors):
         Args:
             num_queries: `[B]`; rows with 0 are left out. Layers with equal counts share the result.
         """
-        counts, new = np.asarray(num_queries), self.num_new
+        try:
+            counts, new = np.asarray(num_queries), self.num_new
+        except (TypeError, ValueError):
+            raise TypeError(
+                f"num_queries: expected an integer for each row, got {num_queries!r}"
+            ) from None
         few = counts.dtype.kind in "iu" and counts.shape == new.shape and counts.any()
         if not few or (counts < 0).any() or (counts > new).any():
             raise ValueError(

@@ -142,7 +142,7 @@ def test_sinks_that_would_be_wrong_are_refused_and_nothing_is_written():
     cache = cache_for(sizes)
     step = cache.prepare([cache.add()], num_new=8)
     for wrong in (torch.zeros(2), torch.zeros(1, 4), torch.zeros(4, dtype=torch.int64)):
-        with pytest.raises(ValueError, match=r"sinks: expected a float tensor .*\[4\]"):
+        with pytest.raises(ValueError, match=r"sinks: expected float32, .*\[4\]"):
             paged_attention(t.q[0], t.k[0], t.v[0], step, 0, sinks=wrong)
     with pytest.raises(ValueError, match="sinks: expected device cpu"):
         paged_attention(t.q[0], t.k[0], t.v[0], step, 0, sinks=torch.zeros(4, device="meta"))

@@ -377,6 +377,9 @@ NO_PLAN = {
     "slots of fewer": (
         {"slot_mapping": torch.tensor([0])}, ValueError, r"^slot_mapping: .*\[3\], got \[1\]"),
     "no such backend": ({"backend": "cuda"}, ValueError, "^backend: "),
+    "several backends": ({"backend": ["c"]}, ValueError, r"^backend: .*got \['c'\]"),
+    "several page sizes": (
+        {"page_size": np.array([16, 16])}, ValueError, "^page_size: expected an integer"),
 }  # fmt: skip
 
 
@@ -425,13 +428,16 @@ WRONG = {
         "^alibi_slopes, distance_bias: expected None where causal is False"),
     "slopes by row": (
         lambda x: {"alibi_slopes": torch.ones(2, 6)}, ValueError,
-        r"^alibi_slopes: expected a float tensor of shape \[H\] = \[6\], got .*\[2, 6\]"),
+        r"^alibi_slopes: expected float32, .* of shape \[H\] = \[6\], got .*\[2, 6\]"),
     "a bias of other queries": (
         lambda x: {"distance_bias": torch.ones(2, 6, 9)}, ValueError,
         r"^distance_bias: .* \[T, H, n\] = \[3, 6, n\], got torch.float32 \[2, 6, 9\]"),
     "a bias that reaches nothing": (
         lambda x: {"distance_bias": torch.ones(3, 6, 0)}, ValueError, r"^distance_bias: .*6, 0\]"),
     "sinks of others": (lambda x: {"sinks": torch.zeros(5)}, ValueError, r"^sinks: .*\[6\]"),
+    "no plan": (lambda x: {"plan": None}, TypeError, "^plan: expected an AttentionPlan"),
+    "a text for no": (lambda x: {"causal": "no"}, TypeError, "^causal: expected True or False"),
+    "a text for no sums": (lambda x: {"return_lse": "no"}, TypeError, "^return_lse: .*got str"),
     "no cap": (lambda x: {"softcap": -1.0}, ValueError, "^softcap: expected a positive number"),
 }  # fmt: skip
 
@@ -442,7 +448,7 @@ def test_a_call_names_what_does_not_fit(which):
     step = SHAPE.step([(2, 20), (1, 7)], "cpu")
     given = {"q": step.q, "k_pages": step.k_pages, "v_pages": step.v_pages}
     with pytest.raises(error, match=says):
-        attend_pages(**given | change(given), plan=plan_of(step, "torch"))
+        attend_pages(**{"plan": plan_of(step, "torch")} | given | change(given))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

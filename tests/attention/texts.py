@@ -117,7 +117,9 @@ def text(sizes: Sizes, length: int, seed: int, layers: int = 1) -> Text:
     return Text(q, k, (k if sizes.v_is_k else v)[..., : sizes.v_dim or sizes.dim])
 
 
-def cache_for(sizes: Sizes, groups=None, layers: int = 1, **fields) -> PagedKVCache:
+def cache_for(
+    sizes: Sizes, groups=None, layers: int = 1, backend: str = "auto", **fields
+) -> PagedKVCache:
     own = {"v_head_dim": sizes.v_dim, "v_is_k": sizes.v_is_k}
     groups = tuple(replace(g, **own) for g in groups or (LayerGroup(tuple(range(layers))),))
     config = CacheConfig(
@@ -133,7 +135,7 @@ def cache_for(sizes: Sizes, groups=None, layers: int = 1, **fields) -> PagedKVCa
             **fields,
         },
     )
-    return PagedKVCache(config, device="cpu", debug=True)
+    return PagedKVCache(config, device="cpu", backend=backend, debug=True)
 
 
 def feed(cache, seqs, texts, counts, **options):
