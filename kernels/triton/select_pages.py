@@ -80,8 +80,9 @@ def _score_columns(
         to = bounds_ptr + at[:, None] + (part * WIDTH + offs_d)[None, :]
         step, low = step_and_least(tl.load(to, mask=real, other=0))
         high = (low + 15 * step).to(dtype)
-        above = tl.maximum(q[part].to(tl.float32), 0.0).to(dtype)
-        below = tl.minimum(q[part].to(tl.float32), 0.0).to(dtype)
+        query = q[part].to(tl.float32)
+        above = tl.maximum(query, 0.0, propagate_nan=tl.PropagateNan.ALL).to(dtype)
+        below = tl.minimum(query, 0.0, propagate_nan=tl.PropagateNan.ALL).to(dtype)
         if part == 0:
             scores = tl.dot(above, tl.trans(high), input_precision="ieee")
         else:

@@ -116,7 +116,9 @@ def encode(values: np.ndarray, dtype: tl.dtype) -> TensorHandle:
 def _in_float32(original, builder, *args):
     types = [arg.dtype.scalar for arg in args if _is_bits(arg)]
     if not types:
-        return original(builder, *args)
+        result = original(builder, *args)
+        # A comparison is labelled as what it compares, and would be stretched into its type.
+        return TensorHandle(result.data, tl.int1) if result.data.dtype == bool else result
     wide = (TensorHandle(decode(arg), tl.float32) if _is_bits(arg) else arg for arg in args)
     result = original(builder, *wide).data
     # A comparison must not be labelled as bits, or the next operation would decode it.
@@ -168,6 +170,7 @@ def _repair_numbers() -> None:
     _patch(InterpreterBuilder, "create_dot", _dot)
     # Triton itself computes functions of one number, and the larger of two, in float32 only.
     _patch(InterpreterBuilder, "binary_op", _in_float32)
+    _patch(InterpreterBuilder, "unary_op", _in_float32)  # from Triton 3.8 on it negates
     _patch(InterpreterBuilder, "create_fma", _in_float32)
     _patch(ReduceScanOpInterface, "apply", _reduce)
     _patches.setattr(InterpreterBuilder, "get_bf16", _get_bf16, raising=False)
@@ -224,8 +227,7 @@ def _register(original, launch, args, kwargs):
 
 def _check(what: str, builder: InterpreterBuilder, pointers: Any, mask: Any, size: int) -> None:
     # A mask comes as a handle, or as a plain array from a block pointer or a descriptor.
-    # Where a scalar took part in it, its numbers are 0 and 1.
-    active = pointers.data[np.broadcast_to(np.asarray(mask.data, bool), pointers.data.shape)]
+    active = pointers.data[np.broadcast_to(mask.data, pointers.data.shape)]
     if not len(_starts):
         outside = active
     else:

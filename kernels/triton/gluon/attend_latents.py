@@ -11,7 +11,6 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
@@ -19,7 +18,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from pagedkv.kernels.triton.work_list import FIELDS
 
 from .attend import GROUP_M
-from .pages import barrier, blank, copy_boxes, fields_of, page_ids, tiles
+from .pages import barrier, blank, copy_box, copy_boxes, fields_of, page_ids, tiles
 
 HALF: gl.constexpr = gl.constexpr(256)  # columns of half of V
 REST: gl.constexpr = gl.constexpr(64)  # columns of K behind those of V
@@ -55,9 +54,9 @@ def _copy_queries(queries, token, first, shares):
     mbarrier.wait(empty, shares % 2 ^ 1)
     mbarrier.expect(full, GROUP_M * ROW)
     at = token * rows + first
-    tma.async_copy_global_to_shared(rest_desc, [at, 2 * HALF], full, q_rest)
-    tma.async_copy_global_to_shared(half_desc, [at, 0], full, q_left)
-    tma.async_copy_global_to_shared(half_desc, [at, HALF], full, q_right)
+    copy_box(rest_desc, [at, 2 * HALF], full, q_rest)
+    copy_box(half_desc, [at, 0], full, q_left)
+    copy_box(half_desc, [at, HALF], full, q_right)
 
 
 @gluon.jit

@@ -20,8 +20,10 @@ from pagedkv.kernels.triton.work_list import FIELDS
 
 BLANK: gl.constexpr = gl.constexpr(16)  # tokens that are blanked at once
 
-# For all warps of the group that calls it; Triton 3.7 has another name for it.
+# Triton 3.7 gave the first another name, which is for all warps of the group that calls it, and 3.8
+# the second.
 barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
+copy_box = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 
 
 class Sizes(NamedTuple):
@@ -120,7 +122,7 @@ def copy_boxes(
         at_row = ids[box] * (STRIDES[0] // STRIDES[2]) + head * STRIDES[1] // STRIDES[2] + in_page
         column = head * STRIDES[1] % STRIDES[2] + FIRST
         part = tile.slice(box * SIZES.box, SIZES.box, dim=0)
-        tma.async_copy_global_to_shared(desc, [at_row, column], full, part)
+        copy_box(desc, [at_row, column], full, part)
 
 
 @gluon.jit

@@ -84,6 +84,7 @@ int cuFuncGetAttribute(int *value, int what, void *function) {
 int cuModuleLoadData(void **module, const void *image) { *module = (void *)1; return 0; }
 int cuCtxGetCurrent(void **context) { *context = (void *)1; return 0; }
 int cuCtxSetCurrent(void *context) { return 0; }
+int cuCtxGetDevice(int *device) { *device = 0; return 0; }
 int cuCtxGetLimit(uint64_t *value, int what) { *value = 1 << 20; return 0; }
 int cuCtxSetLimit(int what, uint64_t value) { return 0; }
 int cuDeviceGet(int *device, int number) { *device = number; return 0; }
@@ -92,8 +93,10 @@ int cuDriverGetVersion(int *version) { *version = 13000; return 0; }
 int cuFuncSetAttribute(void *function, int what, int value) { return 0; }
 int cuFuncSetCacheConfig(void *function, int config) { return 0; }
 int cuGetErrorString(int error, const char **text) { *text = "none"; return 0; }
+int cuModuleUnload(void *module) { return 0; }
 int cuOccupancyMaxActiveClusters(int *count, void *function, void *config) { *count = 1; return 0; }
 int cuPointerGetAttributes(void) { return 0; }
+int cuStreamIsCapturing(void *stream, int *status) { *status = 0; return 0; }
 int cuTensorMapEncodeTiled(
     uint64_t *out, unsigned type, unsigned rank, void *address, const uint64_t *shape,
     const uint64_t *strides, const unsigned *box, const unsigned *steps, unsigned interleave,
