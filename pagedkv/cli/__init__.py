@@ -4,7 +4,8 @@
 `option.py` makes commands of options, `job_options.py` lists the options that both share,
 `options.py` checks their values, and `start.py` begins either command, makes a job (`job_spec.py`)
 and ends it. `scoring.py` says what `score` scores. `rows.py`, `template.py` and `prompts.py` read
-prompts, `output.py` and `table.py` write answers, `model_digest.py` tells which model gave them.
+prompts, `output.py` and `table.py` write answers, `job_rows.py` tells a job's rows from others,
+`model_digest.py` tells which model gave them.
 `resume.py` finds the rows that are left to do, `job.py` runs them by `generate_run.py` or
 `score_run.py`, `torchrun.py` joins several processes. `screen.py` shows the progress that `pace.py`
 measures and the pages that `show.py` draws, `texts.py` prints answers, `signals.py` turns SIGTERM

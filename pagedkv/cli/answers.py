@@ -7,13 +7,13 @@ type `null`, and the parts could not be read as one table.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from math import isfinite
 from typing import Any
 
 from .causes import LONG
 from .encode import SIDES
 from .errors import UsageError
 from .prompts import Prompt
+from .rows import in_json
 
 ANSWER = "answer"
 TYPES = {
@@ -78,15 +78,6 @@ def row_of(types: dict[str, str], prompt: Prompt, values: dict[str, Any]) -> dic
     row |= {name: in_json(values.get(name)) for name in types}
     hidden = {CAUSE: prompt.cause, SIDE: prompt.cut and values.get(SIDE)}
     return row | {name: value for name, value in hidden.items() if value}
-
-
-def in_json(value: Any) -> Any:
-    """Makes null of numbers that JSON does not have: NaN and infinities."""
-    if isinstance(value, dict):
-        return {name: in_json(each) for name, each in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [in_json(each) for each in value]
-    return None if isinstance(value, float) and not isfinite(value) else value
 
 
 def refused_row(types: dict[str, str], prompt: Prompt, index: int, sample: int) -> dict[str, Any]:

@@ -13,8 +13,9 @@ from pagedkv.errors import PagedKVError
 from .answers import ANSWER, refused_row, types_of
 from .causes import LONG, SAID
 from .errors import UsageError
+from .job_rows import key_of
 from .model_digest import identity_of, require_readable
-from .output import Output, key_of
+from .output import Output
 from .prompts import Prompt
 from .scoring import Scoring
 from .shard import Shard

@@ -2,9 +2,7 @@
 
 Every finished row is one line, written in one piece. A restart reads the file, and finds the rows
 that are left to do. It drops empty lines, lines that a kill tore, and rows with an error that may
-go away on another try. Each line carries a key of its model, prompt and options, so that no other
-job continues the file. One line also spells out the model and options, so that an error can name
-the one that differs.
+go away on another try. `job_rows.py` says which rows these are.
 """
 
 from __future__ import annotations
@@ -14,26 +12,19 @@ import os
 import stat
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from hashlib import sha256
 from pathlib import Path
 from time import monotonic
-from typing import Any, NoReturn
+from typing import Any
 
 from filelock import FileLock, Timeout
 
-from .answers import CAUSE, KEY, MADE, SIDE
+from .answers import CAUSE, KEY, MADE
 from .errors import UsageError
+from .job_rows import JobRows, is_torn, refuse, row_in
 
-START = b'{"key": "'  # begins every line, and so tells a torn last line from a foreign one
 # After a power cut, rows of so many seconds are computed again; a kill loses none. Waiting for the
 # disk at every row would take longer than many rows take.
 SYNCED_EVERY = 1.0
-LONGEST = 60  # characters of a value that a message spells out
-
-
-def key_of(*parts: Any) -> str:
-    """A short digest of what a row was computed from."""
-    return sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
 class Output:
@@ -41,12 +32,8 @@ class Output:
 
     Args:
         path: the file; made if it is not there.
-        keys: the key of every prompt, by the prompt's index.
-        samples: rows per prompt.
-        made_with: the model and options that all rows have in common, by name, as JSON values.
+        job: the job's rows.
         beside: other files with rows of the same job; they are only read, and their rows are done.
-        final: causes of errors that stay, because another try would not help.
-        side: the end at which prompts that are too long are cut, if they are.
 
     Attributes:
         assigned: indices of the prompts whose rows belong in the file; all unless it is set.
@@ -56,22 +43,12 @@ class Output:
         UsageError: the file cannot be written, or was written for another job.
     """
 
-    def __init__(
-        self,
-        path: Path,
-        keys: list[str],
-        samples: int,
-        made_with: dict[str, Any],
-        beside: Sequence[Path] = (),
-        final: Collection[str] = (),
-        side: str | None = None,
-    ) -> None:
+    def __init__(self, path: Path, job: JobRows, beside: Sequence[Path] = ()) -> None:
         # Links are followed: a link stays a link, and all links to a file share one lock.
         self.path = Path(os.path.realpath(path))
-        self.keys, self.samples, self.made_with = keys, samples, made_with
-        self.beside, self.final, self.side = beside, final, side
+        self.job, self.beside = job, beside
         self.causes: dict[int, str] = {}
-        self.assigned: Sequence[int] = range(len(keys))
+        self.assigned: Sequence[int] = range(len(job.keys))
         self._lock = FileLock(self.path.parent / f".{self.path.name}.lock")  # "/" has no name
         try:
             if not self.path.parent.is_dir():
@@ -105,7 +82,7 @@ class Output:
 
     def unfinished(self) -> list[int]:
         """Indices of the prompts that still miss a row."""
-        samples = range(self.samples)
+        samples = range(self.job.samples)
         return [i for i in self.assigned if any((i, sample) not in self.done for sample in samples)]
 
     def skip(self, indices: Collection[int]) -> None:
@@ -149,13 +126,13 @@ class Output:
         place = row["index"], row["sample"]
         if place in self.done:
             return
-        key = {KEY: self.keys[row["index"]]}
+        key = {KEY: self.job.keys[row["index"]]}
         row = {**key, **row, **key}
         row.pop(MADE, None)
         # Another try removes a row with an error, and what it tells with it.
         tells = not self._told and not row.get("error")
         if tells:
-            row[MADE] = self.made_with
+            row[MADE] = self.job.made_with
         line = (json.dumps(row, ensure_ascii=False) + "\n").encode()
         while line:
             written = os.write(self._file, line)
@@ -191,7 +168,7 @@ class Output:
 
     def _add(self, place: tuple[int, int], row: dict[str, Any]) -> None:
         self.done.add(place)
-        if row.get(CAUSE) in self.final:
+        if row.get(CAUSE) in self.job.final:
             self.causes[place[0]] = row[CAUSE]
 
     def _require_whole(self) -> None:
@@ -216,10 +193,10 @@ class Output:
         with self.path.open("a+b") as file:  # "a", so that a file without write access is refused
             file.seek(0)
             *lines, last = file.read().split(b"\n")
-        if not _is_torn(last):
-            self._refuse(self.path, len(lines) + 1)
+        if not is_torn(last):
+            refuse(self.path, len(lines) + 1)
         found = {
-            number: self._row(self.path, number, line)
+            number: row_in(self.path, number, line)
             for number, line in enumerate(lines, start=1)
             if line.strip()
         }
@@ -227,11 +204,11 @@ class Output:
         told = [row[MADE] for row in rows if isinstance(row.get(MADE), dict)]
         self._told = bool(told)
         for other in told:
-            self._require_same(self.path, other)
+            self.job.require_same(self.path, other)
         kept: dict[tuple[int, int], bytes] = {}
         for number, (row, line) in found.items():
             place = row["index"], row["sample"]
-            if self._stays(self.path, number, row, self._told):
+            if self.job.stays(self.path, number, row, self._told):
                 kept.setdefault(place, line)
                 self._add(place, row)
         return kept, bool(last) or [*kept.values()] != lines
@@ -246,82 +223,14 @@ class Output:
                         break
                     if not line.strip():
                         continue
-                    row, line = self._row(path, number, line.rstrip(b"\n"))
+                    row, line = row_in(path, number, line.rstrip(b"\n"))
                     if isinstance(row.get(MADE), dict):
                         told = True
-                        self._require_same(path, row[MADE])
-                    if self._stays(path, number, row, told):
+                        self.job.require_same(path, row[MADE])
+                    if self.job.stays(path, number, row, told):
                         place = row["index"], row["sample"]
                         self._add(place, row)
                         yield place, line
-
-    def _row(self, path: Path, number: int, line: bytes) -> tuple[dict[str, Any], bytes]:
-        """Reads a row; in files that `cat` joined, a torn row may stand before it in the line."""
-        begin = 0
-        while begin >= 0 and _is_torn(line[:begin]):
-            with suppress(ValueError, AttributeError, RecursionError):
-                row: dict[str, Any] = json.loads(line[begin:])
-                if _is_row(row):
-                    return row, line[begin:]
-            begin = line.find(START, begin + 1)
-        self._refuse(path, number)
-
-    def _require_same(self, path: Path, other: dict[str, Any]) -> None:
-        """Raises if a file was made with other options, and names those that differ."""
-        mine = self.made_with
-        every = sorted(other.keys() | mine.keys())
-        names = [name for name in every if other.get(name, ...) != mine.get(name, ...)]
-        if not names:
-            return
-        if "answer" in mine and not {"answer", "command"} & other.keys():  # which score's have
-            raise UsageError(
-                f"--out: {path} was written by an older pagedkv, whose rows have other columns; "
-                "finish it with that one, or give another file"
-            )
-        parts = [f"{name}: {_said(other, name)} there, {_said(mine, name)} here" for name in names]
-        raise UsageError(
-            f"--out: {path} was written for another job ({'; '.join(parts)}); give another "
-            "file, or what this one was written with"
-        )
-
-    def _stays(self, path: Path, number: int, row: dict[str, Any], told: bool) -> bool:
-        """Whether a row is kept, and not computed again.
-
-        Raises:
-            UsageError: it is of another job.
-        """
-        index, key = row["index"], row[KEY]
-        is_bad = bool(row.get("error")) and row.get(CAUSE) is not None
-        # The user may have mended a bad prompt since.
-        if is_bad and index in range(len(self.keys)) and key != self.keys[index]:
-            return False
-        self._require_mine(path, number, row, told)
-        if row.get(SIDE) not in (None, self.side):
-            raise UsageError(
-                f"--out: the prompt of line {number} of {path} was cut with --too-long "
-                f"{row[SIDE]}; give that again, or another file"
-            )
-        return not row.get("error") or row.get(CAUSE) in self.final
-
-    def _require_mine(self, path: Path, number: int, row: dict[str, Any], told: bool) -> None:
-        index, sample = row["index"], row["sample"]
-        if index not in range(len(self.keys)) or sample not in range(self.samples):
-            what = f"is of prompt {index}, sample {sample}; this job has {len(self.keys)} prompts"
-        elif row[KEY] == self.keys[index]:
-            return
-        elif told:
-            what = f"answers another prompt {index}, or with other options of its own"
-        else:
-            what = (
-                "was written for another model, other prompts or options; the file does not say "
-                "which, older ones did not"
-            )
-        raise UsageError(f"--out: line {number} of {path} {what}; give another file")
-
-    def _refuse(self, path: Path, number: int) -> NoReturn:
-        raise UsageError(
-            f"--out: line {number} of {path} is not a row of this command; give another file"
-        )
 
     def _rewrite(self, lines: Iterable[bytes]) -> None:
         """Replaces the file by one with these lines only, whole or not at all."""
@@ -342,21 +251,3 @@ def replacing(path: Path) -> Iterator[Path]:
         os.replace(fresh, path)
     finally:
         fresh.unlink(missing_ok=True)
-
-
-def _is_row(row: dict[str, Any]) -> bool:
-    """Whether a line is a row of this command: its places are integers; table programs say 1.0."""
-    places = row.get("index"), row.get("sample")
-    return isinstance(row.get(KEY), str) and all(type(place) is int for place in places)
-
-
-def _is_torn(text: bytes) -> bool:
-    """Whether a text can be the beginning of a row."""
-    return text.startswith(START) or START.startswith(text)
-
-
-def _said(made_with: dict[str, Any], name: str) -> str:
-    if name not in made_with:
-        return "not given"
-    text = json.dumps(made_with[name], ensure_ascii=False)
-    return text if len(text) <= LONGEST else f"{text[:LONGEST]}..."

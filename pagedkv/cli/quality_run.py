@@ -22,11 +22,11 @@ from pagedkv.quality.measure import FORGETS, GOOD, LEAST_RECALL, VISIBLE
 from pagedkv.quality.probes import probes
 from pagedkv.quality.promise import DRAWS, ENOUGH, windows_of
 
-from .answers import in_json
 from .errors import UsageError
 from .loading import load, model_of, pick
 from .option import Given
 from .report import DONE, SOME_FAILED
+from .rows import in_json
 from .screen import Progress, Screen
 
 STYLES = {GOOD: "green", VISIBLE: "yellow", FORGETS: "red"}

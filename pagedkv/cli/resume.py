@@ -8,8 +8,9 @@ from pagedkv.interrupt import Uninterrupted
 
 from .causes import told_at_the_end
 from .encode import Encoder
+from .job_rows import JobRows, key_of
 from .job_spec import Job
-from .output import Output, key_of
+from .output import Output
 from .report import BAD_PROMPTS, DONE, SOME_FAILED
 from .screen import Screen
 from .shard import Shard, rows_of_shard
@@ -65,7 +66,7 @@ def _begin(job: Job, out: Path, screen: Screen) -> tuple[Output, list[int]]:
     made_with = job.made_with()
     keys = [key_of(made_with, prompt.content, prompt.options) for prompt in job.prompts]
     beside = job.shard.beside(rows) if job.shard else []
-    output = Output(rows, keys, job.samples, made_with, beside, job.final, job.side)
+    output = Output(rows, JobRows(keys, job.samples, made_with, job.final, job.side), beside)
     try:
         output.skip({i for i, prompt in enumerate(job.prompts) if prompt.cause in job.skipped})
         left, every = output.unfinished(), len(job.prompts)

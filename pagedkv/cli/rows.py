@@ -243,7 +243,7 @@ def _records(file: str, columns: Collection[str]) -> Iterator[tuple[str, dict[st
                     )
             records = (row for batch in table.iter_batches() for row in batch.to_pylist())
             for number, row in enumerate(records, start=1):
-                yield f"{file}, row {number}", _plain(row)
+                yield f"{file}, row {number}", in_json(row)
     except (OSError, ValueError, OverflowError) as error:  # Arrow's own, and dates out of range
         near = near_to(file, error) if isinstance(error, OSError) else ""
         raise UsageError(f"--file: cannot read {file}: {said_by(error)}{near}") from error
@@ -260,17 +260,24 @@ def parquet_of(option: str, file: object) -> Any:
     return pyarrow.parquet
 
 
-def _plain(value: Any) -> Any:
+def in_json(value: Any) -> Any:
     """Makes JSON of a value: dates and decimals as text, bytes in base64, NaN as null."""
     if isinstance(value, dict):
-        return {str(name): _plain(each) for name, each in value.items()}
+        return {str(name): in_json(each) for name, each in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_plain(each) for each in value]
+        return [in_json(each) for each in value]
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, bytes):
         return base64.b64encode(value).decode()
     return value if value is None or isinstance(value, (str, int)) else str(value)
+
+
+def as_text(value: Any) -> str | None:
+    """Text as it is, anything else as JSON; None stays none."""
+    if value is None or isinstance(value, str):
+        return value
+    return json.dumps(value, ensure_ascii=False)
 
 
 def _require_distinct(names: list[str], place: str) -> None:

@@ -7,7 +7,6 @@ They stay beside the table, so that the job can be run again with more prompts.
 from __future__ import annotations
 
 import csv
-import json
 import os
 from collections.abc import Collection, Iterable, Sequence
 from contextlib import suppress
@@ -18,7 +17,7 @@ from .answers import OWN
 from .errors import UsageError
 from .output import replacing
 from .prompts import Prompt
-from .rows import parquet_of
+from .rows import as_text, parquet_of
 
 TYPED = (".parquet", ".arrow", ".feather")  # the last two are names of one format
 SUFFIXES = (*TYPED, ".csv")
@@ -92,7 +91,7 @@ def _write_csv(path: Path, names: list[str], rows: list[dict[str, Any]]) -> None
         # Readers end a row at a return; Python's writer quotes one only with this terminator.
         writer = csv.writer(_Lines(file), lineterminator="\r\n")
         writer.writerow(names)
-        writer.writerows([_as_text(row.get(name)) for name in names] for row in rows)
+        writer.writerows([as_text(row.get(name)) for name in names] for row in rows)
 
 
 class _Lines(NamedTuple):
@@ -158,7 +157,7 @@ def _column(values: list[Any]) -> Any:
         array = pyarrow.array(values)
         if _says_all(array.type):
             return array
-    return pyarrow.array([_as_text(value) for value in values], pyarrow.string())
+    return pyarrow.array([as_text(value) for value in values], pyarrow.string())
 
 
 def _says_all(kind: Any) -> bool:
@@ -168,10 +167,3 @@ def _says_all(kind: Any) -> bool:
     if pyarrow.types.is_null(kind) or (pyarrow.types.is_struct(kind) and not kind.num_fields):
         return False  # Parquet has no struct without fields
     return all(_says_all(kind.field(i).type) for i in range(kind.num_fields))
-
-
-def _as_text(value: Any) -> str | None:
-    """Text as it is, anything else as JSON; None stays none."""
-    if value is None or isinstance(value, str):
-        return value
-    return json.dumps(value, ensure_ascii=False)

@@ -2,7 +2,6 @@ r"""Prompts that a template makes of a table's columns: `--template 'Text: {text
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterable
 from string import Formatter
@@ -11,7 +10,7 @@ from typing import Any
 from pagedkv.names import meant
 
 from .errors import UsageError
-from .rows import refuse_without_columns
+from .rows import as_text, refuse_without_columns
 
 FILLED = "--template"  # the column of filled templates, until they are prompts
 ESCAPES = {r"\n": "\n", r"\t": "\t", r"\\": "\\"}  # a shell's single quotes leave them as they are
@@ -71,12 +70,5 @@ class Template:
     def _fill(self, row: dict[str, Any]) -> dict[str, str]:
         if any(name not in row for name in self.names):
             return {}
-        parts = (text + (_words(row[name]) if name else "") for text, name, _, _ in self._parts)
+        parts = (text + (as_text(name and row[name]) or "") for text, name, _, _ in self._parts)
         return {FILLED: "".join(parts)}
-
-
-def _words(value: Any) -> str:
-    """Text as it is, nothing for an empty cell, anything else as JSON."""
-    if isinstance(value, str):
-        return value
-    return "" if value is None else json.dumps(value, ensure_ascii=False)

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from pagedkv.cli.errors import UsageError
-from pagedkv.cli.output import Output, key_of
+from pagedkv.cli.job_rows import JobRows, key_of
+from pagedkv.cli.output import Output
 
 KEYS = [key_of("model", i) for i in range(3)]
 MADE = {"weights": "00ff", "max_new_tokens": 6}
@@ -31,7 +32,7 @@ def write(
     path: Path, *rows: dict, keys: list[str] = KEYS, samples: int = 1, made_with: dict = MADE
 ) -> list[int]:
     """Opens the file, writes rows to it and closes it; what was left to do before that."""
-    output = Output(path, keys, samples, made_with)
+    output = Output(path, JobRows(keys, samples, made_with))
     try:
         left = output.unfinished()
         for each in rows:
@@ -117,7 +118,7 @@ def test_torn_lines_between_rows_are_dropped_as_cat_leaves_them(path, length):
 def test_rows_beside_it_that_are_gone_when_they_are_read_again_are_missed(path, tmp_path):
     beside = tmp_path / "beside.jsonl"
     write(beside, row(0), row(2))
-    output = Output(path, KEYS, 1, MADE, [beside])
+    output = Output(path, JobRows(KEYS, 1, MADE), [beside])
     try:
         output.write(row(1))
         assert [each["index"] for each in output.rows()] == [1, 0, 2]
@@ -153,7 +154,7 @@ def written_to(path: Path) -> None:
 @pytest.mark.parametrize("change", [removed, emptied, saved_by_an_editor, written_to])
 def test_a_file_that_others_change_while_it_is_written_is_told(path, change):
     """Else its job would end well, and rows be gone: they went to a file without a name."""
-    output = Output(path, KEYS, 1, MADE)
+    output = Output(path, JobRows(KEYS, 1, MADE))
     try:
         output.write(row(0))
         output.sync()
@@ -178,9 +179,9 @@ def test_a_link_stays_a_link(path, tmp_path):
     link = tmp_path / "link.jsonl"
     link.symlink_to(path)
     write(link, row(0, error="no"), row(1))
-    held = Output(path, KEYS, 1, MADE)
+    held = Output(path, JobRows(KEYS, 1, MADE))
     with pytest.raises(UsageError, match="another process"):
-        Output(link, KEYS, 1, MADE)
+        Output(link, JobRows(KEYS, 1, MADE))
     held.close()
     assert write(link) == [0, 2]
     assert link.is_symlink()
@@ -297,7 +298,7 @@ def test_an_empty_line_of_a_file_beside_is_nothing(path, tmp_path):
     beside = tmp_path / "beside.jsonl"
     write(beside, row(0))
     beside.write_bytes(b"\n" + beside.read_bytes() + b"\n")
-    output = Output(path, KEYS, 1, MADE, [beside])
+    output = Output(path, JobRows(KEYS, 1, MADE), [beside])
     output.close()
     assert output.unfinished() == [1, 2]
 
@@ -306,12 +307,12 @@ def test_an_error_that_trying_again_would_not_mend_stays(path):
     bad = row(1, error="empty", error_cause="empty")
     write(path, row(0), bad, row(2, error="no memory"))
     before = path.read_bytes().splitlines(keepends=True)
-    output = Output(path, KEYS, 1, MADE, final=["empty"])
+    output = Output(path, JobRows(KEYS, 1, MADE, final=["empty"]))
     output.close()
     assert (output.unfinished(), output.failed()) == ([2], {1: "empty"})
     assert path.read_bytes() == b"".join(before[:2])
     other = [KEYS[0], key_of("mended"), KEYS[2]]  # the cell has a text now
-    output = Output(path, other, 1, MADE, final=["empty"])
+    output = Output(path, JobRows(other, 1, MADE, final=["empty"]))
     output.close()
     assert (output.unfinished(), output.failed()) == ([1, 2], {})
     assert path.read_bytes() == before[0]
@@ -348,10 +349,10 @@ def test_a_file_that_may_only_be_read_is_refused(path):
 
 
 def test_only_one_has_the_file_open(path):
-    first = Output(path, KEYS, 1, MADE)
+    first = Output(path, JobRows(KEYS, 1, MADE))
     first.write(row(0))
     with pytest.raises(UsageError, match="another process is writing"):
-        Output(path, KEYS, 1, MADE)
+        Output(path, JobRows(KEYS, 1, MADE))
     first.write(row(1))
     first.close()
     assert write(path) == [2]
@@ -360,9 +361,10 @@ def test_only_one_has_the_file_open(path):
 FULL = """
 import resource, sys
 from pathlib import Path
+from pagedkv.cli.job_rows import JobRows
 from pagedkv.cli.output import Output
 resource.setrlimit(resource.RLIMIT_FSIZE, (150, 150))
-output = Output(Path(sys.argv[1]), ["a", "b"], 1, {})
+output = Output(Path(sys.argv[1]), JobRows(["a", "b"], 1, {}))
 try:
     for index in range(2):
         output.write({"index": index, "sample": 0, "error": None, "text": "x" * 50})
@@ -384,13 +386,14 @@ def test_a_full_disk_is_said_and_the_torn_line_dropped_later(path, fresh_python)
 RACE = """
 import sys
 from pathlib import Path
+from pagedkv.cli.job_rows import JobRows
 from pagedkv.cli.output import Output
 from pagedkv.cli.errors import UsageError
 sys.stdin.read(1)
 opened = 0
 while opened < 50:
     try:
-        output = Output(Path(sys.argv[1]), ["a"], 1, {})
+        output = Output(Path(sys.argv[1]), JobRows(["a"], 1, {}))
     except UsageError as error:
         assert "another process" in str(error), error
         continue
