@@ -15,7 +15,7 @@ from difflib import get_close_matches
 from inspect import signature
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -33,7 +33,7 @@ from pagedkv.models.packing import method_of
 from pagedkv.models.skeleton import model_class, own_config
 from pagedkv.planner import plan_memory
 
-from .mxfp4 import packed_in, unpacked_dtype
+from .mxfp4 import Packed, packed_in, unpacked_dtype
 
 DTYPES = {
     "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "I16": torch.int16,
@@ -58,18 +58,29 @@ NAMED = 8  # tensors that a message spells out
 UNSAID = "LOAD REPORT", "were not sharded", "rules were not applied"
 
 
+class Built(NamedTuple):
+    """A model without weights.
+
+    Attributes:
+        model: its weights are on the meta device.
+        dtypes: dtypes that its parameters and buffers have without the checkpoint, by name.
+        packed: the parameters that the checkpoint has in mxfp4, by name.
+    """
+
+    model: PreTrainedModel
+    dtypes: dict[str, torch.dtype]
+    packed: dict[str, Packed]
+
+
 def build(
     checkpoint: Checkpoint, dtype: str | torch.dtype, images: bool = False, **kwargs: Any
-) -> tuple[PreTrainedModel, dict[str, torch.dtype]]:
+) -> Built:
     """Makes the model of a checkpoint: weights on the meta device, real other buffers on the host.
 
     Args:
         dtype: dtype of the weights; transformers resolves `auto`.
         images: use the class that takes images, even if another one takes text alone.
         kwargs: as for `from_pretrained`.
-
-    Returns:
-        The model, and the dtypes that its parameters and buffers have without the checkpoint.
 
     Raises:
         CheckpointMismatch: a parameter has no tensor, a tensor no parameter, or a shape is wrong.
@@ -152,7 +163,7 @@ def build(
         setattr(model.get_submodule(owner), key, nn.Parameter(like))
     model.config.name_or_path = str(checkpoint.folder)
     dtypes = {name: tensor.dtype for name, tensor in (pristine or model.state_dict()).items()}
-    return model.eval(), dtypes
+    return Built(model.eval(), dtypes, packed)
 
 
 def _refused(checkpoint: Checkpoint, method: str) -> UnsupportedModelError:

@@ -183,14 +183,15 @@ class LayerStreamer:
         left_out = facts_of(checkpoint.config.get("model_type")).text_alone
         if plan is not None and left_out and images and not plan.shape.tower:
             raise ValueError("plan: expected one made with images=True, it is for text alone")
-        model, dtypes = build(checkpoint, dtype, images, **kwargs)
+        built = build(checkpoint, dtype, images, **kwargs)
+        model = built.model
         if device_memory is not None:
             sizes.setdefault("link_gbps", measure_link(checkpoint, device))
             sizes |= {"device_memory": device_memory, "device": device.type, "images": images}
             if dtype != "auto":
                 sizes["weight_dtype"] = str(dtype).removeprefix("torch.")
         unpack_in_forward(model)
-        store = WeightStore.open(checkpoint, model, dtypes, kwargs.get("key_mapping"))
+        store = WeightStore.open(checkpoint, built, kwargs.get("key_mapping"))
         options: dict[str, Any] = {"layers_path": layers_path, "device": device, "plan": plan}
         options["progress"] = progress
         try:

@@ -28,9 +28,8 @@ from transformers.core_model_loading import (
 
 from pagedkv.models.checkpoint import Checkpoint, TensorRange
 
-from .mxfp4 import packed_in
 from .reader import Part
-from .skeleton import DTYPES, require_covered, without_storage
+from .skeleton import DTYPES, Built, require_covered, without_storage
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,16 +118,12 @@ class Origins:
     """
 
     def __init__(
-        self,
-        checkpoint: Checkpoint,
-        model: PreTrainedModel,
-        dtypes: dict[str, torch.dtype],
-        key_mapping: dict[str, str] | None = None,
+        self, checkpoint: Checkpoint, built: Built, key_mapping: dict[str, str] | None = None
     ) -> None:
         """Maps every tensor of the checkpoint to the model's; see `WeightStore.open`."""
         self.copies: dict[str, list[Copy]] = {}
         self.conversions: dict[str, Conversion] = {}
-        self.packed = packed_in(checkpoint)
+        model, dtypes, self.packed = built
         state = model.state_dict()
         quantizer = getattr(model, "hf_quantizer", None)
         for mapping in _grouped(checkpoint, model, state, key_mapping, quantizer):

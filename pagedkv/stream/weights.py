@@ -22,7 +22,7 @@ from pagedkv.models.checkpoint import Checkpoint, TensorRange
 from .arena import HostArena
 from .mxfp4 import Packed
 from .reader import FileReader, FileRun, Part
-from .skeleton import DTYPES
+from .skeleton import DTYPES, Built
 from .tensor_map import Conversion, Copy, Origins, RowPieces
 
 ALIGNMENT = 64  # bytes: a cache line, which the widest vector instructions load at once
@@ -96,21 +96,14 @@ class WeightStore:
 
     @classmethod
     def open(
-        cls,
-        checkpoint: Checkpoint,
-        model: PreTrainedModel,
-        dtypes: dict[str, torch.dtype],
-        key_mapping: dict[str, str] | None = None,
+        cls, checkpoint: Checkpoint, built: Built, key_mapping: dict[str, str] | None = None
     ) -> WeightStore:
         """Maps every tensor of the checkpoint to the model's, and opens the files.
-
-        Args:
-            dtypes: dtypes that the model's tensors have without the checkpoint.
 
         Raises:
             CheckpointMismatch: a parameter has no tensor, or one of another kind of dtype.
         """
-        return cls(checkpoint, model, Origins(checkpoint, model, dtypes, key_mapping))
+        return cls(checkpoint, built.model, Origins(checkpoint, built, key_mapping))
 
     def unit(self, name: str, tensors: dict[str, Tensor]) -> Unit:
         """Makes the unit of these tensors of the model; `tensors` gives shapes and dtypes."""

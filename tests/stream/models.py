@@ -137,8 +137,9 @@ def stream(folder: Path, **options: Any) -> LayerStreamer:
 def placed(folder, dtype="auto", images=False, **placing) -> LayerStreamer:
     """A streamer with weights where a plan might put them."""
     checkpoint = Checkpoint.open(folder)
-    model, dtypes = skeleton(checkpoint, dtype, images)
-    store = WeightStore.open(checkpoint, model, dtypes)
+    built = skeleton(checkpoint, dtype, images)
+    model = built.model
+    store = WeightStore.open(checkpoint, built)
     return LayerStreamer(model, store, device=CPU, **placing)
 
 

@@ -328,8 +328,9 @@ def test_weights_are_packed_in_no_other_class_of_tensor(folder):
         pass
 
     checkpoint = Checkpoint.open(folder)
-    model, dtypes = build(checkpoint, "auto")
-    store = WeightStore.open(checkpoint, model, dtypes)
+    built = build(checkpoint, "auto")
+    model = built.model
+    store = WeightStore.open(checkpoint, built)
     like = Packed._make_subclass(Packed, torch.empty(48, 32, device="meta"))
     model.model.layers[0].mlp.up_proj._parameters["weight"] = like
     with pytest.raises(UnsupportedModelError, match=rf"^{UP}: Packed is no plain tensor"):

@@ -226,8 +226,9 @@ def test_nothing_runs_after_close(folder):
 
 def test_a_model_has_one_streamer(folder):
     checkpoint = Checkpoint.open(folder)
-    model, dtypes = build(checkpoint, "auto")
-    store = WeightStore.open(checkpoint, model, dtypes)
+    built = build(checkpoint, "auto")
+    model = built.model
+    store = WeightStore.open(checkpoint, built)
     with LayerStreamer(model, store, device=CPU) as first:
         with pytest.raises(StreamError, match="streamed already"):
             LayerStreamer(model, store, device=CPU)

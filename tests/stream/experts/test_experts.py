@@ -83,9 +83,10 @@ def test_a_plan_knows_which_experts_can_be_read_alone_and_what_they_weigh(kind, 
     except UnsupportedModelError as error:
         pytest.skip(f"no pages: {error}")
     checkpoint = Checkpoint.open(folder)
-    model, dtypes = build(checkpoint, "auto", False)
+    built = build(checkpoint, "auto", False)
+    model = built.model
     layers = find_layers(model)[1]
-    store = WeightStore.open(checkpoint, model, dtypes)
+    store = WeightStore.open(checkpoint, built)
     can = size_read_alone(model, layers, store)
     store.close()
     weigh = [
