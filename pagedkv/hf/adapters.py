@@ -197,6 +197,14 @@ def acting(model: nn.Module, by_row: Sequence[str] | None = None) -> list[Any]:
     return found
 
 
+def of_rows(model: nn.Module) -> list[str]:
+    """Returns the adapter of each row of the call under way; none if the call names no rows'."""
+    for _, layer, of_adapter in parts_of(model, adapters=False) if "peft" in sys.modules else ():
+        if of_adapter and (rows := _by_row(layer)) is not None:
+            return rows
+    return []
+
+
 def _by_row(layer: nn.Module) -> list[str] | None:
     """Returns the adapter of each row, as PEFT tells its layers in calls with `adapter_names`."""
     for hook in layer._forward_pre_hooks.values():

@@ -21,6 +21,7 @@ from pagedkv.arrays import Bools, Ints, Tokens
 from pagedkv.cache.cache import PagedKVCache
 from pagedkv.errors import UnsupportedModelError
 
+from .adapters import of_rows
 from .image_numbers import FIRST_IMAGE_NUMBER
 from .images import image_token_of
 from .model import text_config
@@ -63,6 +64,7 @@ class Entry:
     ) -> None:
         self._arguments, self._beside = arguments, beside_text(arguments)
         self._held, self._ids = held, ids = texts.lengths, texts.ids
+        self._positions, self._adapters = texts.positions, dict(enumerate(of_rows(model)))
         given: Tensor = given_to(arguments)
         self._real = real = _real_tokens(arguments, texts)
         self._first = real.shape[1] - given.shape[1]  # the first column that is given
@@ -208,11 +210,12 @@ class Entry:
             kv.truncate(rows[i], int(self.lengths[i]))
 
     def _alike(self) -> dict[Any, list[int]]:
-        """Groups rows by what they hold; a row with unknown tokens is like no other."""
+        """Groups rows by what K and V depend on; a row with unknown tokens is like no other."""
         found: dict[Any, list[int]] = {}
-        for i, (row, length) in enumerate(zip(self._ids, self._held)):
-            text = row[:length]
-            key = (i, None) if (text == UNKNOWN).any() else text.tobytes()
+        for i, length in enumerate(self._held):
+            text, at = self._ids[i, :length], self._positions[i, :length]
+            same = text.tobytes(), at.tobytes(), self._adapters.get(i)
+            key = (i, None) if (text == UNKNOWN).any() else same
             found.setdefault(key, []).append(i)
         return found
 
