@@ -14,6 +14,7 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
@@ -155,14 +156,22 @@ def _count_in(given: PreTrainedModel, model: PreTrainedModel, transactions: bool
     state.count += 1
 
 
+@torch.inference_mode(False)
+@torch.no_grad()
 def _unpack(model: PreTrainedModel) -> None:
-    """Lets compressed-tensors unpack a model now, as it would in the model's first forward.
+    """Lets libraries bring packed weights into the form in which they compute.
 
-    There it would put other weights in the place of those with which a cache was begun.
+    compressed-tensors, and bitsandbytes on a CPU, do so in a first forward. That would put other
+    weights in the place of those with which a cache was begun.
     """
     hook = getattr(model, "ct_decompress_hook", None)
     if isinstance(hook, RemovableHandle):
         model._forward_pre_hooks[hook.id](model, ())
+    for module in model.modules():
+        is_linear = isinstance(module, nn.Linear) and module.weight.is_cpu
+        if is_linear and type(module).__module__.startswith("bitsandbytes."):
+            rows = module.weight.new_zeros(2, module.in_features, dtype=model.dtype)
+            module.forward(rows)
 
 
 def detach(model: PreTrainedModel) -> None:

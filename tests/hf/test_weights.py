@@ -188,6 +188,21 @@ def test_a_step_of_bitsandbytes_is_noticed():
     assert_noticed(model, lambda: step(model))
 
 
+def test_four_bits_that_a_first_forward_orders_anew_are_the_same_weights():
+    package = pytest.importorskip("bitsandbytes")
+    model = tiny(hidden_size=64, intermediate_size=64)
+    for name, module in [*model.model.layers.named_modules()]:
+        if isinstance(module, nn.Linear):
+            four = package.nn.Linear4bit(module.in_features, module.out_features, bias=False)
+            four.load_state_dict(module.state_dict())
+            model.model.layers.set_submodule(name, four.to("cpu"))
+    model.eval()
+    (ids,) = prompts(9)
+    cache = PagedCache(model)
+    for end in (7, 9):
+        generate(model, padded([ids[:end]]), cache, **OPTIONS)
+
+
 def test_log_probabilities_between_fused_steps_are_those_of_a_forward_of_now():
     model, rows = tiny(), prompts(9, 13)
     step = step_of(lambda parameters: torch.optim.AdamW(parameters, lr=0.05, fused=True))
