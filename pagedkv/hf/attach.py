@@ -139,7 +139,7 @@ def _count_in(given: PreTrainedModel, model: PreTrainedModel, transactions: bool
     state = _ATTACHED.get(model)
     if state is None:
         _unpack(model)
-        alike = _with_config_of(model)
+        alike = _alike(model)
         name = text_config(model)._attn_implementation if alike is None else alike.name
         before = Before.of(model)
         _switch(model, NAME)
@@ -210,16 +210,31 @@ def _count_out(model: PreTrainedModel) -> None:
         for hook in state.all:
             hook.remove()
         vars(model).pop(ORIGINAL, None)
-        # A user who switched away in between keeps that choice.
-        is_ours = text_config(model)._attn_implementation == NAME
-        if is_ours and _with_config_of(model) is None:
+        config, alike = text_config(model), _alike(model)
+        if config._attn_implementation != NAME:
+            return  # a user who switched away in between keeps that choice
+        if alike is None:
             _switch(model, state.name)
+        elif all(config is not used for one in _ATTACHED for used in _configs_of(one)):
+            config._attn_implementation = state.name  # its decoder stays attached by another head
 
 
-def _with_config_of(model: PreTrainedModel) -> _Attachment | None:
-    """Returns the attachment of a model that has the same configuration; None without one."""
-    config = text_config(model)
-    return next((state for one, state in _ATTACHED.items() if text_config(one) is config), None)
+def _configs_of(model: PreTrainedModel) -> tuple[Any, Any]:
+    """Returns the configuration that a head has of its decoder, and the decoder's own."""
+    return text_config(model), getattr(model.get_decoder(), "config", None)
+
+
+def _alike(model: PreTrainedModel) -> _Attachment | None:
+    """Returns an attachment of the same configuration or decoder; None without one."""
+    config, decoder = text_config(model), model.get_decoder()
+    return next(
+        (
+            state
+            for one, state in _ATTACHED.items()
+            if text_config(one) is config or one.get_decoder() is decoder
+        ),
+        None,
+    )
 
 
 def _around(given: Any, model: PreTrainedModel) -> list[nn.Module]:

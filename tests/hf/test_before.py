@@ -11,6 +11,7 @@ from pagedkv import BatchGenerator
 from pagedkv.errors import UnsupportedModelError
 from pagedkv.hf import PagedCache, attach, detach, register
 from pagedkv.hf.attention import attention_function
+from tests.batch.letters import tokens
 from tests.effort import each_value
 from tests.hf.own import own_model
 from tests.hf.tiny import attention_of, generate, padded, prompts, tiny
@@ -182,3 +183,29 @@ def test_models_of_one_configuration_compute_what_they_did_while_one_is_attached
         assert_same(second, batch)
         assert all(map(torch.equal, computed(first, batch), expected))
     assert attention_of(first) == "eager"
+
+
+@pytest.mark.parametrize("first_closed", ["the one", "the other"])
+@pytest.mark.parametrize("same", [False, True], ids=["two configurations", "one"])
+def test_two_heads_on_one_decoder_are_switched_back_with_the_last(same, first_closed):
+    """The first that was closed switched the decoder back under the other."""
+    one, rows = tiny(), prompts(9, 5)
+    config = one.config if same else copy.deepcopy(one.config)
+    other = type(one)(config).eval()
+    other.model = one.model
+    heads = {"the one": one, "the other": other}
+    expected = {name: tokens_of(head, rows) for name, head in heads.items()}
+    before = attention_of(one)
+    generators = {name: BatchGenerator(head, **SIZES) for name, head in heads.items()}
+    assert {name: tokens_of(head, rows) for name, head in heads.items()} == expected
+    generators.pop(first_closed).close()
+    ((name, last),) = generators.items()
+    assert tokens(last.generate(rows, max_new_tokens=3)) == [
+        text[len(row) :] for text, row in zip(expected[name], rows)
+    ]
+    last.close()
+    assert attention_of(one) == attention_of(other) == attention_of(one.model) == before
+
+
+def tokens_of(model, rows):
+    return [generate(model, padded([row]), max_new_tokens=3).sequences[0].tolist() for row in rows]
