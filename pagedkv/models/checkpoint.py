@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 
 from pagedkv.errors import CheckpointError
 
-SAFE = ".safetensors"
+SAFE, INDEX = ".safetensors", ".index.json"
 EXPLICIT = "transformers_weights"  # field of a configuration with the name of a file or an index
 IN_ORDER = (
     "model.safetensors", "model.safetensors.index.json",
@@ -81,9 +81,19 @@ class Checkpoint:
     def as_loaded(self) -> list[TensorRange]:
         """All tensors, in the order of transformers' loader: file by file, by name.
 
-        If the configuration names no dtype, the first of a floating one says the model's.
+        If neither the configuration nor an index names a dtype, the first of a floating one says
+        the model's.
         """
         return sorted(self.tensors.values(), key=lambda tensor: (tensor.file, tensor.name))
+
+    @property
+    def indexed_dtype(self) -> str | None:
+        """The dtype that an index names: the model's, if the configuration names none."""
+        name = _taken(self.folder, self.config)
+        if name is None or not name.endswith(INDEX):
+            return None
+        said = _read_json(self.folder / name).get("metadata")
+        return said.get("dtype") if isinstance(said, Mapping) else None
 
     @classmethod
     def open(cls, folder: str | Path) -> Checkpoint:
@@ -151,7 +161,7 @@ def weight_files(folder: Path, config: Mapping[str, Any]) -> dict[Path, list[str
         CheckpointError: an index, or the configuration, names files that are not there.
     """
     name = _taken(folder, config)
-    if name is None or not name.endswith(".index.json"):
+    if name is None or not name.endswith(INDEX):
         return {} if name is None else {folder / name: []}
     index = folder / name
     places = _read_json(index).get("weight_map")

@@ -120,8 +120,9 @@ def _widths(
     model: Model, weight_dtype: str | None, unpacked: bool
 ) -> tuple[str, float, tuple[str, ...]]:
     """Returns the dtype a model computes in, the bits of its layers' weights, and assumptions."""
-    told = str(model.settings.dtype or "").removeprefix("torch.")
     checkpoint = model.checkpoint
+    told = model.settings.dtype or (checkpoint and checkpoint.indexed_dtype)
+    told = str(told or "").removeprefix("torch.")
     stored = [t.dtype for t in checkpoint.as_loaded] if checkpoint else []
     found = told if told in DTYPE_BYTES else ""
     found = found or next((STORED[dtype] for dtype in stored if dtype in STORED), "")

@@ -119,6 +119,26 @@ def test_every_reader_takes_what_from_pretrained_takes(kind, change, sets, tmp_p
     assert sum(read) == sum(tensor.nbytes for tensor in loaded.state_dict().values())
 
 
+@pytest.mark.parametrize("named", [False, True], ids=["by the index", "by both"])
+def test_a_dtype_that_an_index_names_counts_where_the_configuration_names_none(
+    named, sets, tmp_path
+):
+    folder = shutil.copytree(sets / "a-shards", tmp_path / "model")
+    index, config = (folder / name for name in (INDEX, "config.json"))
+    said, fields = json.loads(index.read_text()), json.loads(config.read_text())
+    said["metadata"]["dtype"] = "bfloat16"
+    index.write_text(json.dumps(said))
+    if not named:
+        del fields["dtype"]
+        config.write_text(json.dumps(fields))
+    loaded = AutoModelForCausalLM.from_pretrained(folder, dtype="auto").eval()
+    assert loaded.dtype == (torch.float32 if named else torch.bfloat16)
+    batch = padded(prompts(6))
+    with torch.no_grad(), LayerStreamer.from_pretrained(folder, device="cpu") as streamer:
+        assert torch.equal(streamer.model(**batch).logits, loaded(**batch).logits)
+    assert read_model(folder).dtype == str(loaded.dtype).removeprefix("torch.")
+
+
 def test_pickles_are_the_weights_where_there_are_no_others(sets, tmp_path):
     """They are known by their bytes, planned by the configuration, and not streamed."""
     folder = shutil.copytree(sets / "a-pickled", tmp_path / "model")
