@@ -39,7 +39,8 @@ def write_pages(
             must be a view of `k`, and only K is written.
 
     Raises:
-        ValueError, TypeError, GradModeError: as for `attend_pages`; nothing is written then.
+        ValueError, TypeError, GradModeError: as for `attend_pages`, or two tokens have the same
+            place in memory; nothing is written then.
 
     Examples:
         >>> import torch
@@ -69,8 +70,10 @@ def write_pages(
             raise TypeError(
                 f"{name}: expected the dtype of k_pages, {pages.dtype}, got {new.dtype}"
             )
-    if is_view_of_k(k_seen, v_seen) and not is_front(v, k):
+    latent = is_view_of_k(k_seen, v_seen)
+    if latent and not is_front(v, k):
         raise ValueError("v: expected a view of k, its first columns, as v_pages are of k_pages")
+    _check_apart(k_seen, v_seen, plan, latent)
     plan.check_slots(k_seen.shape[0])
     slots = plan.slot_mapping
     if not plan.num_tokens:
@@ -95,7 +98,7 @@ def write_pages(
     kept = plan.once("kept", lambda: None if bool((slots >= 0).all()) else slots >= 0)
     if kept is not None:
         k, v, slots = k[kept], v[kept], slots[kept]
-        v = k[..., : v.shape[2]] if is_view_of_k(k_seen, v_seen) else v
+        v = k[..., : v.shape[2]] if latent else v
     plain.write_kv(k, v, k_seen, v_seen, slots)
 
 
@@ -301,6 +304,48 @@ def _check_pair(k: Tensor, v: Tensor) -> None:
             f"v_pages: expected {k.shape[0]} pages of {k.shape[1]} heads, as k_pages, of at most "
             f"{k.shape[3]} columns, got {v.shape[0]} of {v.shape[1]}, of {v.shape[3]}"
         )
+
+
+def _check_apart(k: Tensor, v: Tensor, plan: AttentionPlan, latent: bool) -> None:
+    """Raises if slots of pages `[N, G, P, D]` share memory, so that a token overwrites another."""
+
+    def reach(name: str, pages: Tensor) -> int:
+        def build() -> int:
+            if end := _end_of(pages):
+                return end
+            raise ValueError(
+                f"{name}: expected slots with memory of their own, got strides {pages.stride()} "
+                f"of {list(pages.shape)}"
+            )
+
+        found: int = plan.once(("apart", pages.shape, pages.stride()), build)
+        return found * pages.itemsize
+
+    k_end = reach("k_pages", k)
+    between = v.data_ptr() - k.data_ptr()
+    if latent or not -reach("v_pages", v) < between < k_end:
+        return
+    first, second = (k, v) if between > 0 else (v, k)
+    alike = all(n == 1 or a == b for n, a, b in zip(k.shape, k.stride()[:3], v.stride()))
+    if not alike or not _end_of(first, second, abs(between) // k.itemsize):
+        raise ValueError("v_pages: expected memory of their own, got some of that of k_pages")
+
+
+def _end_of(pages: Tensor, other: Tensor | None = None, gap: int = 0) -> int:
+    """Returns how many elements pages reach over; 0 if some may be the same.
+
+    Args:
+        other: pages with the same strides, `gap` elements behind.
+    """
+    axes = [(step, step * (n - 1)) for step, n in zip(pages.stride()[:3], pages.shape) if n > 1]
+    end = pages.shape[3]
+    if other is not None:
+        axes.append((gap, gap + other.shape[3] - end))
+    for step, more in sorted(axes):  # from the innermost axis on
+        if step < end:
+            return 0
+        end += more
+    return end
 
 
 def _buffer(
