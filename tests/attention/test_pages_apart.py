@@ -1,4 +1,4 @@
-"""`write_pages` into pages whose slots share memory is refused, and into others that interleave not."""
+"""`write_pages` refuses pages whose slots share memory, and no others that interleave."""
 
 import random
 
