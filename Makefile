@@ -18,9 +18,9 @@ DEMO    = $(BIN)/pagedkv generate "$$(PYTHONSAFEPATH= $(BIN)/python -m benchmark
 DOCS_READY := .venv/.docs-ready
 EVAL_READY := .venv/.eval-ready
 RAY_READY := .venv/.ray-ready
-# What torch 2.11 brings; kernels must compile with it, too. It lies beside the packages of .venv.
-OLDER_TRITON := 3.6.0
-OLDER        := .venv/triton-$(OLDER_TRITON)
+# What torch 2.11 and 2.15 bring; kernels must compile with them, too. They lie beside the packages
+# of .venv.
+OTHER_TRITONS := 3.6.0 3.9.0
 
 # The oldest transformers that is served, and the hub that it asks for; beside .venv's as well.
 OLDEST       := .venv/transformers-5.17.0
@@ -34,7 +34,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo picture wheel test test-part part test-all test-oldest test-eval test-ray check docs compile-older bench bench-compare gpu model clean
+.PHONY: help demo picture wheel test test-part part test-all test-oldest test-eval test-ray check docs compile-others bench bench-compare gpu model clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' Makefile
@@ -98,9 +98,11 @@ wheel: $(READY) ## a wheel of this platform in dist/, with the C library for who
 		status=$$?; rm -rf build kernels/c/attend-*.so; exit $$status
 	@ls dist/*$(PLATFORM).whl
 
-compile-older: $(OLDER)/.ready ## compile the kernels that a card needs first with an older Triton
-	@env -u TRITON_INTERPRET PYTHONSAFEPATH= PYTHONPATH="$(CURDIR)/$(OLDER)" $(BIN)/python \
-		-m benchmarks.kernel_report --arch 90 --core --triton $(OLDER_TRITON)
+compile-others: $(OTHER_TRITONS:%=compile-with-%) ## compile kernels with an older and a newer Triton
+
+$(OTHER_TRITONS:%=compile-with-%): compile-with-%: .venv/triton-%/.ready
+	@env -u TRITON_INTERPRET PYTHONSAFEPATH= PYTHONPATH="$(CURDIR)/$(<D)" $(BIN)/python \
+		-m benchmarks.kernel_report --arch 90 --core --triton $*
 
 bench: $(READY) ## time everything at full size; SIZE=small for a quick look
 	@echo "benchmarks at $(SIZE) size; full takes about an hour on two idle cores, small about two minutes"
@@ -123,9 +125,9 @@ clean: ## remove .venv, caches and build output; the converted model stays
 	@rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .benchmarks .hypothesis build dist site *.egg-info
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-$(OLDER)/.ready: | $(READY)
-	@echo "adding Triton $(OLDER_TRITON) in a folder of its own (640 MB, once)"
-	@$(BIN)/python -m pip install -qq --no-deps --upgrade --target $(OLDER) triton==$(OLDER_TRITON)
+$(OTHER_TRITONS:%=.venv/triton-%/.ready): .venv/triton-%/.ready: | $(READY)
+	@echo "adding Triton $* in a folder of its own (640 MB to 1 GB, once)"
+	@$(BIN)/python -m pip install -qq --no-deps --upgrade --target $(@D) triton==$*
 	@touch $@
 
 $(OLDEST)/.ready: | $(READY)

@@ -67,7 +67,8 @@ class Launcher:
         self.kernel = kernel
         self.device = target.device
         self.static = static
-        self.options = {"num_warps": num_warps, "num_stages": num_stages}
+        # Triton's default, said because 3.9 warns where it is not, and that 3.10 has another.
+        self.options = {"num_warps": num_warps, "num_stages": num_stages, "enable_fp_fusion": True}
         if registers is not None and isinstance(target.arch, int):  # AMD's compiler has no bound
             self.options["maxnreg"] = min(255, registers)
         names = [name for name in kernel.arg_names if name in static]
