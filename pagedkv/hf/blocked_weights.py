@@ -11,7 +11,6 @@ of packed weights at a time, and K and V computed with rounded ones have their o
 from __future__ import annotations
 
 import weakref
-from contextlib import suppress
 from itertools import chain
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -23,6 +22,7 @@ from pagedkv.errors import UnsupportedModelError
 from pagedkv.kernels.c import eight_bits
 from pagedkv.kernels.c import packed_product as in_c
 from pagedkv.kernels.torch import packed_product as in_torch
+from pagedkv.models.skeleton import ends_of
 from pagedkv.ranks import ranks_of
 from pagedkv.storage.memory import available_memory
 
@@ -185,7 +185,9 @@ class PackedWeights(StandIns):
         packed: dict[int, Packed] = {}  # by weight: several layers may share one
         before, self._forwards = self._forwards, {}
         parts = [] if _why_none(self.model, self.bits) else list(parts_of(self.model))
-        whole = _embeddings(self.model) if self.bits == 8 else None
+        # Rounding the embedding or the head would cost most.
+        ends = ends_of(self.model) if self.bits == 8 else ()
+        whole = {id(getattr(end, "weight", None)) for end in ends}
         for path, layer, of_adapter in parts:
             if of_adapter or not _is_packable(layer):
                 continue
@@ -195,7 +197,7 @@ class PackedWeights(StandIns):
                 forward = None  # frees its bytes before new ones are taken
                 made = packed.get(id(layer.weight))
                 if made is None:
-                    exact = whole is None or id(layer.weight) in whole
+                    exact = self.bits != 8 or id(layer.weight) in whole
                     made = pack(layer.weight, self.by_c) if exact else pack_rounded(layer.weight)
                 forward = PackedForward(layer, seen, made, self._threads)
             packed[id(layer.weight)] = forward.packed
@@ -211,15 +213,6 @@ class PackedWeights(StandIns):
             name = type(self.model).__name__
             warn(f"pack_weights: {name} runs unpacked: {reason}")
         self._warned = bool(reason)
-
-
-def _embeddings(model: PreTrainedModel) -> set[int]:
-    """Returns ids of the weights of embeddings and head, for which rounding would cost most."""
-    found: set[int] = set()
-    for name in ("get_input_embeddings", "get_output_embeddings"):
-        with suppress(AttributeError, NotImplementedError):  # some models have none there
-            found.add(id(getattr(model, name)().weight))
-    return found
 
 
 def _why_none(model: PreTrainedModel, bits: int = 16) -> str | None:

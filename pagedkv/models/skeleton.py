@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Mapping
+from contextlib import suppress
 from importlib import import_module
 from inspect import signature
 from typing import Any
@@ -218,8 +219,11 @@ def weights_of(model: PreTrainedModel) -> list[Weight]:
         for module in experts_in(layer):
             alone |= {id(p) for p in module.parameters()}
     packable = {id(m.weight) for m in model.modules() if isinstance(m, nn.Linear)} | alone
-    parts, cut = _ends(model), set()
+    first, last = ends_of(model)
+    ends: list[tuple[Part, Any]] = [("head", last), ("embedding", first)]  # one if they are tied
+    parts = {id(getattr(end, "weight", None)): part for part, end in ends}
     parts |= {id(table.weight): "tables" for table in tables_of(model)}
+    cut = set()
     for name, parameter in model.named_parameters(remove_duplicate=False):
         style = _style(model, name)  # cut by rows or by columns; a bias only by columns
         if "wise" in style and (parameter.dim() > 1 or "colwise" in style):
@@ -261,11 +265,7 @@ def tables_of(model: PreTrainedModel) -> list[nn.Embedding]:
     A token looks up a few of their rows, and only these are read while weights stream. Positions
     that are learned, as OPT's, are none: from masks and lengths they make indices of their own.
     """
-    try:
-        first = getattr(model.get_input_embeddings(), "weight", None)
-        decoder = model.get_decoder()
-    except NotImplementedError:  # the model has several embeddings
-        return []
+    first, decoder = getattr(ends_of(model)[0], "weight", None), model.get_decoder()
     if first is None or decoder is None:
         return []
     tables = (
@@ -276,21 +276,13 @@ def tables_of(model: PreTrainedModel) -> list[nn.Embedding]:
     return [table for table in tables if table.weight.numel() > first.numel()]
 
 
-def _ends(model: PreTrainedModel) -> dict[int, Part]:
-    """Returns which parameters are the embedding and the head, by `id`."""
-    found: dict[int, Part] = {}
-    ends: list[tuple[Part, Any]] = [
-        ("head", model.get_output_embeddings),
-        ("embedding", model.get_input_embeddings),
-    ]
-    for part, end in ends:
-        try:
-            weight = getattr(end(), "weight", None)
-        except NotImplementedError:  # the model has several embeddings
-            continue
-        if isinstance(weight, nn.Parameter):
-            found[id(weight)] = part
-    return found
+def ends_of(model: PreTrainedModel) -> tuple[nn.Module | None, nn.Module | None]:
+    """Returns a model's embedding and its head; None for one that the model does not name."""
+    found: list[Any] = [None, None]
+    for i, end in enumerate((model.get_input_embeddings, model.get_output_embeddings)):
+        with suppress(AttributeError, NotImplementedError):  # it has several, or another one's
+            found[i] = end()
+    return found[0], found[1]
 
 
 def _style(model: PreTrainedModel, name: str) -> str:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from pagedkv.errors import UnsupportedModelError
-from pagedkv.models.skeleton import tables_of
+from pagedkv.models.skeleton import ends_of, tables_of
 from pagedkv.planner import MemoryPlan
 from pagedkv.planner.costs import RING_DEPTH
 
@@ -229,7 +229,7 @@ class Places:
         return SlottedExperts(files, slots, self._stats, module, self._staging, home)
 
     def _place_glue(self, glue: list[TensorSite], wanted: Wanted) -> None:
-        first, last = _ends(self._model)
+        first, last = ends_of(self._model)
         embedding = wanted.embedding
         head = wanted.head or (wanted.head_in_host and self._device.type == "cpu")
         if getattr(first, "weight", None) is getattr(last, "weight", None):
@@ -295,14 +295,6 @@ class Places:
 def needs_slots(device: torch.device) -> bool:
     """Whether experts on this device lie in slots: only a CPU has addresses without memory."""
     return device.type != "cpu"
-
-
-def _ends(model: PreTrainedModel) -> tuple[nn.Module | None, nn.Module | None]:
-    """Returns the embedding and the head; None if the model does not name them."""
-    try:
-        return model.get_input_embeddings(), model.get_output_embeddings()
-    except NotImplementedError:
-        return None, None
 
 
 def _require_layers(resident: Sequence[int], count: int) -> None:
