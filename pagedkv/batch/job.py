@@ -6,7 +6,6 @@ know each other. Between two steps other threads have their turn on the same pag
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Generator
 from contextlib import suppress
 from time import perf_counter
@@ -14,10 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from pagedkv.config import field_of
 from pagedkv.errors import ModelChangedError, UnsupportedModelError
 from pagedkv.hf.adapters import without_adapter
-from pagedkv.hf.model import text_config
+from pagedkv.hf.model import longest_of
 
 from .image_prompts import ImagePrompt
 from .options import GenerationOptions
@@ -40,8 +38,7 @@ class Job:
         self._scheduler, self._runner, self._source = scheduler, runner, source
         self._packed, self._stats, self._sight = runner.packed, runner.stats, runner.sight
         self._turns = runner.cache.turns
-        positions = field_of(text_config(self._packed.model), "max_position_embeddings")
-        self._longest = positions or sys.maxsize
+        self._longest = longest_of(self._packed.model)
         self._adapters, self._vocabulary = b"", 0
         self._sync = rank_sync(runner.cache.ranks)
 

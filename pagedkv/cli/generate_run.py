@@ -10,8 +10,7 @@ from typing import Any
 from pagedkv.batch.forecast import Forecast
 from pagedkv.batch.misses import Misses
 from pagedkv.batch.results import Result
-from pagedkv.config import field_of
-from pagedkv.hf.model import text_config
+from pagedkv.hf.model import longest_of
 from pagedkv.planner.shards import own_tokens
 
 from .answers import SIDE, left_out, row_of
@@ -31,8 +30,7 @@ def generate(run: JobRun, loaded: Loaded) -> int:
     model, tokenizer, _, bar, _ = loaded
     prompts, console = [job.prompts[i] for i in left], screen.console
     options = _options(job, prompts, model.generation_config)
-    longest = field_of(text_config(model), "max_position_embeddings")
-    lengths = lengths_of(prompts, options["max_new_tokens"], longest)
+    lengths = lengths_of(prompts, options["max_new_tokens"], longest_of(model))
     limits = [max(0, length - len(prompt.ids)) for prompt, length in zip(prompts, lengths)]
     generator = generator_of(job, loaded, lengths, console)
     try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from typing import Any
 
 import torch
@@ -41,6 +42,11 @@ ATTENTION_KINDS = {"full_attention", "sliding_attention"}
 def text_config(model: PreTrainedModel) -> Any:
     """The configuration of a model's decoder."""
     return model.config.get_text_config(decoder=True)
+
+
+def longest_of(model: PreTrainedModel) -> int:
+    """Returns how many tokens of a text a model takes; `sys.maxsize` if it sets no limit."""
+    return field_of(text_config(model), "max_position_embeddings") or sys.maxsize
 
 
 def query_heads(model: PreTrainedModel) -> int | None:

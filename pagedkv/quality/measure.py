@@ -9,8 +9,8 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from pagedkv.config import CacheConfig, field_of
-from pagedkv.hf.model import cache_config, text_config
+from pagedkv.config import CacheConfig
+from pagedkv.hf.model import cache_config, longest_of
 
 from .probes import probes
 from .promise import Promise, promise_of, windows_of
@@ -150,8 +150,7 @@ def measure_quality(
         ValueError: a text is too short, or longer than the model takes, or a variant is invalid; or
             the model's logits are NaN.
     """
-    longest = field_of(text_config(model), "max_position_embeddings") or length
-    if length > longest:
+    if length > (longest := longest_of(model)):
         raise ValueError(
             f"length: expected at most {longest}, which this model takes, got {length}"
         )

@@ -12,11 +12,18 @@ from transformers import AutoTokenizer, PreTrainedModel
 from pagedkv.batch.packed import PackedModel
 from pagedkv.batch.widths import WITH_DRAFT
 from pagedkv.cache.cache import PagedKVCache
-from pagedkv.config import CacheConfig, field_of
+from pagedkv.config import CacheConfig
 from pagedkv.errors import UnsupportedModelError
 from pagedkv.hf.adapters import without_adapters
 from pagedkv.hf.blocked_weights import PackWeights
-from pagedkv.hf.model import cache_config, device_of, require_head, require_model, text_config
+from pagedkv.hf.model import (
+    cache_config,
+    device_of,
+    longest_of,
+    require_head,
+    require_model,
+    text_config,
+)
 from pagedkv.hf.model_pages import tokens_of
 from pagedkv.hf.placement import devices_of
 from pagedkv.step.metadata import StepMetadata
@@ -55,8 +62,7 @@ class DraftModel:
         except UnsupportedModelError as error:
             raise UnsupportedModelError(f"draft: {error}") from error
         self.cache, self.width = cache, width
-        positions = field_of(text_config(self.packed.model), "max_position_embeddings")
-        self.longest = min(config.max_sequence_length or 0, positions or 1 << 31)
+        self.longest = min(config.max_sequence_length or 0, longest_of(self.packed.model))
         # Vocabularies may be padded to different round numbers; the words are the same.
         self.vocabulary = vocabulary_of(self.packed.model)
         self._words = vocabulary_of(main.model)
