@@ -22,8 +22,9 @@ from tests.contents import Boom
 from tests.hf.tiny import prompts, tiny
 
 
-@pytest.mark.parametrize("step", [0, 1, 4, 8])
-@pytest.mark.parametrize("inside", ["model", "second layer"])
+@pytest.mark.parametrize(
+    ("inside", "step"), [("model", 0), ("second layer", 1), ("model", 4), ("second layer", 8)]
+)
 def test_ctrl_c_returns_what_is_finished_and_holds_nothing(model, step, inside):
     rows = prompts(5, 7, 9)
     lengths = [3, 6, 9]

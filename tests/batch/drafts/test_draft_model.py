@@ -166,8 +166,7 @@ def test_pages_of_a_size_nobody_said_leave_room_for_those_of_the_draft(model, mo
 # ------------------------------------------------------------------ what can go wrong
 
 
-@pytest.mark.parametrize("at_call", [0, 1, 5])
-@pytest.mark.parametrize("inside", ["model", "second layer"])
+@pytest.mark.parametrize(("inside", "at_call"), [("model", 0), ("second layer", 1), ("model", 5)])
 def test_a_draft_that_fails_costs_the_drafts_of_its_call(model, draft, expected, at_call, inside):
     with generator(model, draft=draft) as batched:
         module = draft if inside == "model" else draft.model.layers[1]

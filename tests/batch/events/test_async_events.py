@@ -7,13 +7,18 @@ from contextlib import suppress
 
 import pytest
 
-from pagedkv.batch.events import Event
-from pagedkv.batch.events.asynchronous import MOST_UNREAD
+from pagedkv.batch.events import Event, asynchronous
 from tests.batch.generating import assert_nothing_held, failing
 from tests.hf.tiny import prompts
 
 GREEDY = {"do_sample": False, "max_new_tokens": 6}
-LONG = {"do_sample": False, "max_new_tokens": 2 * MOST_UNREAD}
+MOST_UNREAD = 16
+LONG = {"do_sample": False, "max_new_tokens": 3 * MOST_UNREAD}
+
+
+@pytest.fixture(autouse=True)
+def _few_unread(monkeypatch):
+    monkeypatch.setattr(asynchronous, "MOST_UNREAD", MOST_UNREAD)
 
 
 async def tokens_of(row):

@@ -215,11 +215,11 @@ def test_threads_that_score_and_generate_take_turns(model, sizes):
         found = {}
 
         def score(name):
-            for _ in range(3):
+            for _ in range(2):
                 found[name] = batched.score(CONTEXTS, EACH)
 
         def generate():
-            for _ in range(3):
+            for _ in range(2):
                 found["generated"] = batched.generate([row], max_new_tokens=12, do_sample=False)
 
         run_all(lambda: score("a"), generate, lambda: score("b"))
