@@ -111,8 +111,7 @@ def test_generating_from_embeddings(model):
 # ------------------------------------------------------------------ chunks and turns
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3", "gpt_oss"])
-@pytest.mark.parametrize("chunk", [3, 6])
+@pytest.mark.parametrize(("family", "chunk"), [("llama", 6), ("gemma3", 3), ("gpt_oss", 6)])
 def test_prefill_in_chunks_beside_the_page_size(family, chunk):
     model = tiny(family)
     batch = padded(prompts(17, 3, 9, 12))  # the first chunks hold nothing of the second row

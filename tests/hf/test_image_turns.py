@@ -93,8 +93,11 @@ def test_a_prefix_with_an_image_of_any_model():
         assert_same_tokens(generate(model, ids, cache), generate(model, whole))
 
 
-@in_pages
-@pytest.mark.parametrize("mode", ["beams", "lookup", "assistant"])
+@pytest.mark.parametrize(
+    ("model", "mode"),
+    [("qwen2_5_vl", "beams"), ("glm4v", "lookup"), ("qwen2_5_vl", "assistant")],
+    indirect=["model"],
+)
 def test_any_mode_of_generate_behind_a_prefix(model, mode):
     """Positions of a prompt for several rows, and drafts behind types of tokens."""
     options = {

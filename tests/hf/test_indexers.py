@@ -110,7 +110,7 @@ def test_a_text_of_any_length_is_as_over_the_models_own_cache(model, length):
 
 @kinds
 def test_rows_of_all_lengths_are_packed_as_each_is_alone(model):
-    rows = prompts(*range(3, 34, 5))  # every place in a block
+    rows = prompts(3, 14, 21, 32)  # every place in a block
     with BatchGenerator(model, max_tokens=1024, page_size=4, step_tokens=7) as batched:
         found = batched.generate([row.tolist() for row in rows], max_new_tokens=5, do_sample=False)
         batched.cache.check()

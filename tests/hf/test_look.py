@@ -84,8 +84,9 @@ WRONG = {
 }
 
 
-@doors
-@pytest.mark.parametrize("habit", WRONG)
+@pytest.mark.parametrize(
+    ("habit", "door"), [(habit, [*DOORS.values()][i % 2]) for i, habit in enumerate(WRONG)]
+)
 def test_a_model_that_gives_something_else_is_refused_with_the_layer(door, habit):
     model = own_model(habit)
     before = model.config._attn_implementation
