@@ -228,7 +228,7 @@ def test_an_interrupt_at_any_function_leaves_a_streamer_that_goes_on(
         logits(streamer.model, 2)
         whole = Interrupted(-1)
         whole.run(streamer.model, count)
-        step = 1 if ALL else 7
+        step = 1 if ALL else 11
         kept = []  # tracebacks, whose frames may hold what is to be taken back
         for at in range(1, whole.count, step):
             try:

@@ -109,13 +109,13 @@ def test_a_batch_generator_with_drafts_or_narrow_steps_answers_as_in_memory(fiel
 
 
 @pytest.mark.parametrize("inner", [16, 12])  # whole pages, and such that neighbours share some
-def test_memory_does_not_grow_over_a_hundred_passes_with_prompts_between(inner, tmp_path):
+def test_memory_does_not_grow_over_many_passes_with_prompts_between(inner, tmp_path):
     sizes = {"hidden_size": 128, "moe_intermediate_size": inner, "num_experts": 64}
     folder = save(make("qwen3_moe", **sizes, num_experts_per_tok=4, vocab_size=512), tmp_path)
     generator = torch.Generator().manual_seed(0)
     with stream(folder, expert_slots=8) as streamer, torch.no_grad():
-        for number in range(100):
-            shape = (1, 60) if number % 25 == 24 else (1 + number % 3, 1)
+        for number in range(40):
+            shape = (1, 60) if number % 10 == 9 else (1 + number % 3, 1)
             ids = torch.randint(1, 500, shape, generator=generator)
             streamer.model(ids, use_cache=False)
         streamer.model(ids[:1, :1], use_cache=False)
