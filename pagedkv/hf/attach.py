@@ -168,10 +168,9 @@ def _unpack(model: PreTrainedModel) -> None:
     if isinstance(hook, RemovableHandle):
         model._forward_pre_hooks[hook.id](model, ())
     for module in model.modules():
-        is_linear = isinstance(module, nn.Linear) and module.weight.is_cpu
-        if is_linear and type(module).__module__.startswith("bitsandbytes."):
-            rows = module.weight.new_zeros(2, module.in_features, dtype=model.dtype)
-            module.forward(rows)
+        is_packed = type(module).__module__.startswith("bitsandbytes.")
+        if is_packed and isinstance(module, nn.Linear) and module.weight.is_cpu:
+            module.forward(module.weight.new_zeros(2, module.in_features, dtype=model.dtype))
 
 
 def detach(model: PreTrainedModel) -> None:
