@@ -21,6 +21,7 @@ from .rows import as_text, parquet_of
 
 TYPED = (".parquet", ".arrow", ".feather")  # the last two are names of one format
 SUFFIXES = (*TYPED, ".csv")
+DEEPEST = 32  # levels of a cell; what is deeper becomes text, because Arrow reads no such Parquet
 NOT_WRITTEN = (".tsv", ".json", ".xlsx", ".xls", ".gz", ".zip", ".zst")
 
 
@@ -160,10 +161,14 @@ def _column(values: list[Any]) -> Any:
     return pyarrow.array([as_text(value) for value in values], pyarrow.string())
 
 
-def _says_all(kind: Any) -> bool:
-    """Whether a type has no unknown part: other rows would give such a part another type."""
+def _says_all(kind: Any, levels: int = DEEPEST) -> bool:
+    """Whether a type has no unknown part, and no more levels than these.
+
+    Other rows would give an unknown part another type.
+    """
     import pyarrow
 
-    if pyarrow.types.is_null(kind) or (pyarrow.types.is_struct(kind) and not kind.num_fields):
-        return False  # Parquet has no struct without fields
-    return all(_says_all(kind.field(i).type) for i in range(kind.num_fields))
+    is_empty = pyarrow.types.is_struct(kind) and not kind.num_fields  # Parquet has no such struct
+    if is_empty or pyarrow.types.is_null(kind) or not levels:
+        return False
+    return all(_says_all(kind.field(i).type, levels - 1) for i in range(kind.num_fields))

@@ -1,6 +1,7 @@
 """The table of a finished job: what is in it, when it is written, what is left in its place."""
 
 import csv
+import functools
 import json
 import os
 
@@ -96,6 +97,14 @@ def test_columns_of_prompts_are_text_where_there_is_no_one_type(tmp_path, parque
     (row,) = parquet.read_table(tmp_path / "b.parquet").to_pylist()
     assert (row["prompt"], row["n"]) == (CHAT, 3)  # of one type
     assert row["id"] in (str(10**30), 10**30)
+
+
+@pytest.mark.parametrize("levels", [20, 60, 900])
+def test_a_table_can_be_read_again_however_deep_its_cells_are(tmp_path, parquet, levels):
+    cell = functools.reduce(lambda inner, _: [{"a": inner}], range(levels // 2), 1)
+    write(tmp_path / "out.parquet", [ROWS[0] | {"index": 0}], [Prompt("a", {}, {"cell": cell})])
+    (row,) = parquet.read_table(tmp_path / "out.parquet").to_pylist()
+    assert cell in (row["cell"], json.loads(row["cell"]) if levels > 20 else None)
 
 
 def test_columns_of_a_parquet_file_keep_their_types(tmp_path, parquet):
