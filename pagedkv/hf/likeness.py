@@ -1,8 +1,8 @@
 """Compares the outputs of a model's layers over pages with those over its own cache.
 
 Random texts are answered with forced tokens, so that every way computes the same. The outputs of
-modules that have a layer's index are recorded, and the logits. How far apart two right ways may be
-is measured by changing the layers' outputs by about a rounding.
+modules that have a layer's index are recorded, the decoder's, and the logits. How far apart two
+right ways may be is measured by changing the layers' outputs by about a rounding.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ ROUNDINGS = 4  # another right way may differ by so many times the effect of a r
 LEAST = 1e-4  # of a layer's output: sums in another order may always differ by so much
 VAGUE = 0.2  # a larger effect of rounding hides whether a model is wrong
 DRAWS = 3  # tries with other texts, in 16 bits
-LOGITS = "its logits"
+LAST, LOGITS = "its last hidden state", "its logits"
 OPTIONS: dict[str, Any] = {
     "do_sample": False, "num_beams": 1, "eos_token_id": None, "pad_token_id": 0,
     "max_new_tokens": NEW, "use_cache": True,
@@ -70,6 +70,8 @@ def recorded(model: PreTrainedModel, shaken: bool = False) -> Iterator[list[dict
         model.register_forward_pre_hook(lambda *_: found.append({})),
         model.register_forward_hook(lambda _, args, output: note(LOGITS, output.logits)),
     ]
+    if (decoder := model.get_decoder()) is not model:  # of all tokens, where logits are of the last
+        hooks.append(decoder.register_forward_hook(lambda _, args, output: note(LAST, output[0])))
     for name, module in model.named_modules():
         if hasattr(module, "layer_idx") and getattr(module, "config", text) is text:
             hooks.append(

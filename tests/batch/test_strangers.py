@@ -239,6 +239,15 @@ class AddsLast(Around):
         return last if x.shape[1] == 1 else 0
 
 
+class HasRoom(Around):
+    """Passes on three quarters of a forward's tokens, as experts of limited capacity do."""
+
+    def more(self, x):
+        scores = x[..., 0]
+        best = scores.topk(-(-3 * x.shape[1] // 4), dim=1).indices
+        return x * torch.zeros_like(scores).scatter(1, best, 1.0)[..., None]
+
+
 class Draws(Around):
     def more(self, x):
         return torch.rand_like(x)
@@ -264,6 +273,7 @@ def patched(model):
 MODULES = {
     "AddsMean": (lambda: planted(AddsMean), "is another by .* for packed rows"),
     "AddsLast": (lambda: planted(AddsLast), "is another by .* for packed rows"),
+    "HasRoom": (lambda: planted(HasRoom), "its last hidden state is another by .* for packed rows"),
     "Draws": (lambda: planted(Draws), "for the same text again: it draws at random"),
     "adds_mean": (lambda: patched(tiny()), "is another by .* for packed rows"),
 }
