@@ -39,6 +39,15 @@ def test_what_one_rank_alone_would_decide(saved, tmp_path, what):
     assert not (tmp_path / "store").exists()
 
 
+def test_code_of_others_is_tried_by_all_ranks(saved):
+    found = run(2, "tests.ranks.unserved:stranger", saved("llama"))
+    assert found[0] == found[1]
+    served, (kind, text) = found[0]
+    assert served[0] == ""
+    assert kind == "UnsupportedModelError"
+    assert "runs tests.ranks.unserved.adds_mean" in text
+
+
 def test_the_file_of_another_rank(saved, tmp_path):
     found = run(2, "tests.ranks.unserved:exchanged", saved("llama"), str(tmp_path))
     assert found == [("", "WrongModelError")] * 2
@@ -66,8 +75,8 @@ def counted(*args, **kwargs):
     if next(steps) == 8 and os.environ["RANK"] == "1":
         os.kill(os.getpid(), signal.SIGKILL)
     return forward(*args, **kwargs)
-model.forward = counted
 with BatchGenerator(model, max_tokens=4096) as batched:
+    model.forward = counted
     batched.generate([[5, 6, 7]] * 400, max_new_tokens=100, do_sample=False)
 """
 

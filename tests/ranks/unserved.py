@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -59,3 +60,21 @@ def unlike(folder: str) -> tuple[str, str]:
         BatchGenerator(model_of(folder), max_tokens=64) as batched,
     ):
         return error_of(lambda: batched.generate([[5, 6, 7]], max_new_tokens=2))
+
+
+def adds_half(mlp: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return type(mlp).forward(mlp, x) + 0.5
+
+
+def adds_mean(mlp: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return type(mlp).forward(mlp, x) + x.mean(1, keepdim=True)
+
+
+def stranger(folder: str) -> list[tuple[str, str]]:
+    """Errors of generators of a model in which code of others is right, and then wrong."""
+    model, found = model_of(folder), []
+    mlp: Any = model.model.layers[1].mlp
+    for code in (adds_half, adds_mean):
+        with mock.patch.object(mlp, "forward", partial(code, mlp)):
+            found.append(error_of(lambda: BatchGenerator(model, max_tokens=256).close()))
+    return found
