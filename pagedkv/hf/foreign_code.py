@@ -47,7 +47,7 @@ def foreign_code(model: PreTrainedModel) -> dict[weakref.ref[Any], str]:
 
     for path, module in on_packed_rows(model):
         note(path, type(module))
-        note(path, type(module).forward)
+        note(path, getattr(type(module), "forward", None))
         for own in [*vars(module).values()]:
             if callable(own):
                 note(path, own)
@@ -81,7 +81,7 @@ def _bare(code: Any) -> Any:
 
 def _is_known(code: Any) -> bool:
     """Whether a class or function is of a known package; a wrapper may bear the name of another."""
-    homes = code.__module__, getattr(code, "__globals__", {}).get("__name__")
+    homes = getattr(code, "__module__", None), getattr(code, "__globals__", {}).get("__name__")
     known = {*KNOWN, "builtins"}
     return all(home is None or home.partition(".")[0] in known for home in homes)
 
