@@ -198,6 +198,7 @@ def test_rows_do_not_wait_for_a_stream_that_their_own_thread_has_paused():
     paused.jobs.rows.turn.thread = threading.current_thread()
     job = Played(cache, row([1, 1, 1]))
     job.jobs.rows.turn.thread = threading.current_thread()
+    assert not cache.turns.others_may_leave(job.jobs.rows), "nor before they stand in line"
     play(job)
     assert "pages" in errors(job)[0]
 

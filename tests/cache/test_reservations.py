@@ -180,6 +180,17 @@ def test_a_text_that_goes_on_behind_the_end_of_a_reserved_one_takes_no_page_of_i
     assert_contents(cache, r, text)
 
 
+def test_a_step_that_fails_promises_what_was_promised_before():
+    cache = make(max_tokens=5 * P)
+    r = start(cache, ids(6), max_tokens=16)
+    other = cache.fork(r)[0]
+    before = snapshot(cache, [r, other])
+    with pytest.raises(OutOfPagesError):
+        cache.prepare([r, other], num_new=[1, 2 * P])
+    assert snapshot(cache, [r, other]) == before
+    advance(cache, {r: ids(16)})
+
+
 def test_an_aborted_step_promises_what_was_promised_before():
     cache = make(max_tokens=5 * P)
     r = start(cache, ids(2 * P), max_tokens=4 * P)

@@ -131,6 +131,22 @@ def test_heads_of_full_and_of_partly_filled_pages_are_found(common, hit):
     cache.check()
 
 
+def test_a_page_that_was_shared_while_its_step_was_open_stays_where_it_would_not_become_free():
+    cache = make()
+    first, second = cache.add(), cache.add()
+    advance(cache, {second: ids(P - 1)})
+    advance(cache, {first: ids(P)})
+    cache.free(first)
+    step = cache.prepare([second], tokens=[ids(P)[-1:]])
+    found = cache.add([*ids(P - 1), 99])
+    write_step(cache, step, [ids(P)])
+    cache.commit(step)
+    assert (cache.stats().live, cache.stats().cached) == (1, 1)
+    cache.check()
+    assert_contents(cache, second, ids(P))
+    assert_contents(cache, found, ids(P - 1))
+
+
 def test_ids_given_at_commit_make_a_count_fed_step_findable():
     cache = make()
     a, b = cache.add(), cache.add()

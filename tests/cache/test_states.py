@@ -315,6 +315,29 @@ def test_reserved_sequences_have_a_slot_whatever_others_take():
     cache.check()
 
 
+def test_a_prompt_leaves_a_checkpoint_whose_slot_is_promised_to_another_sequence():
+    cache = make(2)
+    first = begin(cache, TEXT[:4])
+    cache.checkpoint(first)
+    cache.free(first)
+    held = [cache.add([7 + i] * 4, max_tokens=4) for i in range(2)]
+    assert cache.length(cache.add(TEXT[:6])) == 0
+    cache.check()
+    grow(cache, {seq: [7 + i] * 4 for i, seq in enumerate(held)})
+
+
+def test_a_checkpoint_made_behind_a_change_of_weights_is_none_of_an_older_row():
+    cache = make(4)
+    old = begin(cache, TEXT[:5])
+    cache.checkpoint(old)
+    grow(cache, {old: TEXT[:7]})
+    cache.clear_prefixes()
+    cache.checkpoint(begin(cache, TEXT[:5]))
+    with pytest.raises(ValueError, match="length"):
+        cache.truncate(old, 5)
+    assert_state(cache, old, TEXT[:7])
+
+
 def test_layers_that_hand_in_no_state_or_two_are_named():
     cache = make(4)
     seq = begin(cache, TEXT[:2])
