@@ -105,8 +105,8 @@ def refuse_without_columns(option: str, place: str) -> NoReturn:
 
 
 def _lines(file: str, text: str) -> Iterator[tuple[str, str]]:
-    # Not splitlines(): a line separator inside a prompt does not end it.
-    for number, line in enumerate(text.split("\n"), start=1):
+    # Not splitlines(): a line separator inside a prompt does not end it. Old programs write no \n.
+    for number, line in enumerate(text.split("\n" if "\n" in text else "\r"), start=1):
         if line.strip():
             yield f"{file}:{number}", line
 

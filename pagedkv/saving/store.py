@@ -47,7 +47,8 @@ class PrefixStore:
 
     Args:
         folder: where the files are.
-        max_bytes: the limit for all files together; the least recently used are removed first.
+        max_bytes: the limit for all files together; the least recently used are removed first. What
+            other processes write is counted once a minute, so it may be passed for as long.
         max_age: for how many seconds after its last use a file is kept; None for ever.
 
     Raises:

@@ -61,11 +61,12 @@ def test_arguments_come_before_the_lines_of_a_file(written):
     [
         ("a\n\n  \n\nb", ["a", "b"]),
         ("a\r\n\r\nb\r\n", ["a", "b"]),
+        ("a\r\rb\r", ["a", "b"]),
         ("one\u2028still one\x85and\x0b\x0cso on\none\rtoo\n", None),
         (b"\xef\xbb\xbfa\nb\n", ["a", "b"]),
         (" a \n\tb\t\n", [" a ", "\tb\t"]),
     ],
-    ids=["empty lines", "CRLF", "other separators", "BOM", "spaces"],
+    ids=["empty lines", "CRLF", "CR", "other separators", "BOM", "spaces"],
 )
 def test_every_line_that_says_something_is_a_prompt(written, content, expected):
     if expected is None:
