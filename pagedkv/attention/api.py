@@ -12,13 +12,14 @@ import torch
 from torch import Tensor
 
 from pagedkv.arrays import Ints
+from pagedkv.config.checks import require_bool
 from pagedkv.kernels.scoring import Scoring
 from pagedkv.step.metadata import StepMetadata, open_steps
 from pagedkv.storage import Storage
 
 from .backend import backend_of
 from .call import Call
-from .checks import check_kv, checked, require_bool, require_step, require_tensor
+from .checks import check_kv, checked, require_step, require_tensor
 from .chosen import chosen_of
 from .narrowed import among_all
 from .observe import observe

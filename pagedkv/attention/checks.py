@@ -77,12 +77,6 @@ def require_step(step: Any, layer: Any = 0) -> None:
     step.require_open()
 
 
-def require_bool(name: str, value: Any) -> None:
-    """Raises TypeError unless a value is True or False; any text would be true."""
-    if not isinstance(value, (bool, np.bool_)):
-        raise TypeError(f"{name}: expected True or False, got {type(value).__name__}")
-
-
 def require_word(name: str, value: Any, words: Sequence[str]) -> None:
     """Raises ValueError unless a value is one of some words."""
     if not isinstance(value, str) or value not in words:

@@ -11,6 +11,7 @@ from typing import Literal, overload
 import torch
 from torch import Tensor
 
+from pagedkv.config.checks import require_bool
 from pagedkv.kernels.formats import is_view_of_k
 from pagedkv.kernels.scoring import LOG2E, NO_WINDOW, Scoring
 
@@ -18,7 +19,6 @@ from .checks import (
     check_grad,
     checked_terms,
     is_front,
-    require_bool,
     require_tensor,
     require_word,
 )

@@ -23,6 +23,7 @@ from torch import Tensor
 from pagedkv.arrays import Ints, Tokens
 from pagedkv.attention.backend import choose_backend
 from pagedkv.config import CacheConfig
+from pagedkv.config.checks import require_bool, require_int, require_path
 from pagedkv.errors import HostMemoryError, OpenStepError, OutOfPagesError, WrongCacheError
 from pagedkv.interrupt import Uninterrupted
 from pagedkv.offload.tier import HostTier
@@ -139,6 +140,9 @@ class PagedKVCache:
             raise TypeError(f"config: expected a CacheConfig, got {type(config).__name__}")
         if on_pressure is not None and not callable(on_pressure):
             raise TypeError(f"on_pressure: expected a callable, got {type(on_pressure).__name__}")
+        require_bool("debug", debug)
+        if trace is not None:
+            require_path("trace", trace)
         self.config = config
         self.identity = Identity(config.fingerprint)
         self.placement = Placement.of(device, config)
@@ -440,6 +444,7 @@ class PagedKVCache:
             >>> cache.length(seq)
             22
         """
+        require_bool("revocable", revocable)
         with self._closing:
             plan = self._require_mine(step)
             kept, places = (None, None) if accepted is None else as_accepted(accepted, plan.new)
@@ -733,7 +738,8 @@ class PagedKVCache:
         """Returns a layer's group, a sequence's pages in it, and how many tokens they store."""
         row, tables, size = self._tables.row_of(seq), self._tables, self.config.page_size
         tables.require_here([row])
-        if layer not in range(self.config.num_layers):
+        require_int("layer", layer)
+        if not 0 <= layer < self.config.num_layers:
             raise ValueError(f"layer: expected 0..{self.config.num_layers - 1}, got {layer}")
         group = self.config.group_of[layer]
         first, evicted = int(tables.first_kept[group, row]), int(tables.evicted[group, row])
@@ -910,6 +916,7 @@ class PagedKVCache:
             >>> cache.length(cache.load("text.kv"))
             20
         """
+        require_path("path", path)
         row = self._tables.row_of(seq)
         self._tables.require_here([row])
         fingerprint = self._tables.models.get(row)
@@ -945,6 +952,7 @@ class PagedKVCache:
             >>> cache.length(cache.load("text.kv"))
             20
         """
+        require_path("path", path)
         self._free_released()
         salt = as_salt(salt)
         fingerprint = self.identity.fingerprint()

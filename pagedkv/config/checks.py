@@ -2,20 +2,39 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from operator import index
 from typing import Any
+
+import numpy as np
 
 from pagedkv.kernels.formats import Format
 from pagedkv.models import DTYPE_BYTES, KVShape, LayerGroup, StateLayer
 
 
-def require_int(name: str, value: Any, least: int) -> None:
-    """Raises unless a value is a whole number of at least `least`."""
-    if isinstance(value, bool) or not hasattr(value, "__index__"):
+def require_int(name: str, value: Any, least: int | None = None) -> None:
+    """Raises unless a value is a whole number, of at least `least`."""
+    try:
+        number = None if isinstance(value, bool) else index(value)
+    except TypeError:
+        number = None
+    if number is None:
         raise TypeError(f"{name}: expected an int, got {type(value).__name__}")
-    if index(value) < least:
+    if least is not None and number < least:
         raise ValueError(f"{name}: expected at least {least}, got {value}")
+
+
+def require_bool(name: str, value: Any) -> None:
+    """Raises unless a value is True or False; any text would be true."""
+    if not isinstance(value, (bool, np.bool_)):
+        raise TypeError(f"{name}: expected True or False, got {type(value).__name__}")
+
+
+def require_path(name: str, value: Any) -> None:
+    """Raises unless a value is a path; `open` would take a number for an open file and close it."""
+    if not isinstance(value, (str, os.PathLike)) or not os.fspath(value):
+        raise TypeError(f"{name}: expected a path, got {value!r}")
 
 
 def require_share(name: str, value: Any) -> None:

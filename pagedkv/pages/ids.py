@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from pagedkv.arrays import Ints, Tokens
+from pagedkv.config.checks import require_int
 from pagedkv.errors import SequenceTooLongError
 
 from .plan import PagePlan
@@ -37,7 +38,7 @@ def as_ids(name: str, tokens: Any) -> Tokens:
 
 def pack(name: str, tokens: Any, batch: int, may_be_empty: bool = False) -> tuple[Tokens, Ints]:
     """Returns ids of several sequences, packed, and how many each has."""
-    if hasattr(tokens, "dtype") or not any(map(_has_length, tokens)):
+    if not _has_lists(name, tokens):
         flat = np.asarray(tokens)
         if flat.ndim == 0 or flat.shape[0] != batch or flat.ndim > 2:
             raise ValueError(
@@ -61,6 +62,15 @@ def pack(name: str, tokens: Any, batch: int, may_be_empty: bool = False) -> tupl
 
 def _is_plain(part: Any) -> bool:
     return type(part) is np.ndarray and part.ndim == 1 and part.dtype.kind == "i"
+
+
+def _has_lists(name: str, given: Any) -> bool:
+    """Whether what is given for the sequences of a step has a list for each, not one number."""
+    if hasattr(given, "dtype"):
+        return False
+    if not hasattr(given, "__len__"):
+        raise TypeError(f"{name}: expected a list, got {type(given).__name__}")
+    return any(map(_has_length, given))
 
 
 def _has_length(item: Any) -> bool:
@@ -176,7 +186,7 @@ def as_accepted(accepted: Any, new: Ints) -> tuple[Ints, Ints | None]:
     Returns:
         The counts, and the places of all kept tokens; None if each sequence keeps its first ones.
     """
-    if not hasattr(accepted, "dtype") and any(map(_has_length, accepted)):
+    if _has_lists("accepted", accepted):
         return _as_paths(accepted, new)
     kept = np.asarray(accepted)
     if kept.dtype.kind not in "iu":
@@ -243,8 +253,7 @@ def committed_ids(
 
 def as_max_tokens(max_tokens: Any) -> int:
     """Checks the argument `max_tokens` and returns it as an int."""
-    if isinstance(max_tokens, bool) or not hasattr(max_tokens, "__index__"):
-        raise TypeError(f"max_tokens: expected an int, got {type(max_tokens).__name__}")
+    require_int("max_tokens", max_tokens)
     return index(max_tokens)
 
 

@@ -113,8 +113,8 @@ class PageTables:
 
     def rows_of(self, seqs: Any) -> Ints:
         """Rows of distinct live sequences: `[B]`."""
-        if isinstance(seqs, int):
-            raise TypeError(f"seqs: expected a list of sequence ids, got {seqs}")
+        if not hasattr(seqs, "__iter__"):
+            raise TypeError(f"seqs: expected a list of sequence ids, got {seqs!r}")
         ids = np.asarray(seqs if hasattr(seqs, "dtype") else list(seqs))
         if ids.ndim != 1 or not ids.size:
             raise ValueError(f"seqs: expected a list of sequence ids, got {seqs!r}")

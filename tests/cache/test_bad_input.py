@@ -36,6 +36,19 @@ BAD_CALLS = [
     ("the same twice", lambda c, a, f: c.prepare([a, a], num_new=1), ValueError, "seqs"),
     ("a sequence without a list", lambda c, a, f: c.prepare(a), TypeError, "seqs: expected a list"),
     ("no sequences", lambda c, a, f: c.prepare([], tokens=[]), ValueError, "seqs"),
+    ("None for all", lambda c, a, f: c.prepare(None), TypeError, "^seqs: expected a list"),
+    ("one id", lambda c, a, f: c.prepare([a], tokens=5), TypeError, "^tokens: expected a list"),
+    ("a layer that is an array", lambda c, a, f: c.gather(a, np.ones(2)), TypeError, "^layer: "),
+    ("a layer that is False", lambda c, a, f: c.positions(a, False), TypeError, "^layer: "),
+    (
+        "several reservations",
+        lambda c, a, f: c.add([1], max_tokens=np.ones(2, int)),
+        TypeError,
+        "^max_tokens: expected an int",
+    ),
+    ("save into an open file", lambda c, a, f: c.save(a, 1), TypeError, "^path: expected a path"),
+    ("load an open file", lambda c, a, f: c.load(0), TypeError, "^path: expected a path, got 0"),
+    ("load nothing", lambda c, a, f: c.load(""), TypeError, "^path: expected a path"),
     ("no new tokens", lambda c, a, f: c.prepare([a], tokens=[[]]), ValueError, "tokens"),
     ("counts for others", lambda c, a, f: c.prepare([a], num_new=[1, 1]), ValueError, "num_new"),
     ("nothing uncached", lambda c, a, f: c.prepare([a]), ValueError, "tokens"),
@@ -128,7 +141,7 @@ def test_a_step_ends_once_also_while_another_is_open(end):
 @pytest.mark.parametrize(
     ("accepted", "error"),
     [([3], ValueError), ([-1], ValueError), ([1, 1], ValueError), ([], (TypeError, ValueError)),
-     ([1.5], TypeError), ("2", (TypeError, ValueError))],
+     ([1.5], TypeError), ("2", (TypeError, ValueError)), (1, TypeError)],
 )  # fmt: skip
 def test_a_wrong_accepted_leaves_the_step_open(accepted, error):
     cache = make()
@@ -141,6 +154,17 @@ def test_a_wrong_accepted_leaves_the_step_open(accepted, error):
     assert_contents(cache, a, ids(6))
     cache.commit(step, [1])
     assert_contents(cache, a, ids(7))
+
+
+def test_a_text_for_a_flag_is_refused_by_name():
+    cache = make()
+    step = cache.prepare([cache.add()], tokens=[[6]])
+    write_step(cache, step, [[6]])
+    with pytest.raises(TypeError, match=r"^revocable: expected True or False, got str"):
+        cache.commit(step, revocable="no")
+    cache.commit(step)
+    with pytest.raises(TypeError, match=r"^debug: expected True or False, got str"):
+        make(debug="no")
 
 
 @pytest.mark.parametrize(
