@@ -18,7 +18,7 @@ from pagedkv.errors import CorruptFileError, ForeignFileError, NewerFileError
 from pagedkv.recording.lines import FORMAT, LONGEST, VERSION
 
 Event = dict[str, Any]  # JSON
-RATIO, ALWAYS = 32, 1 << 20  # traces pack to a tenth; up to `ALWAYS` bytes any ratio is allowed
+RATIO, ALWAYS = 16, 1 << 20  # traces pack 4 to 8 to 1; up to `ALWAYS` bytes any ratio is allowed
 
 
 class Trace:

@@ -83,7 +83,7 @@ READ += "from pagedkv.trace.read import Trace; h(Trace(sys.argv[1]))"
         (HEADER % 9, [b"0" * 2**24] * 64, "CorruptFileError: .*line 2 is too long"),
         *slow(
             (b"", [b"0" * 2**24] * 64, "CorruptFileError: .*line 1 is too long"),
-            (HEADER % 9, [STEP * 2**18] * 64, "CorruptFileError: .*packed more than 32 to 1"),
+            (HEADER % 9, [STEP * 2**18] * 64, "CorruptFileError: .*packed more than 16 to 1"),
             (
                 HEADER % 2**22,
                 [TEXT % (i, i) for i in range(99)],
