@@ -10,24 +10,20 @@ to `DIR/generation.json` as soon as it is there; needs transformers.
 
 from __future__ import annotations
 
-import argparse
 import gc
-import json
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 
-from benchmarks.gpu.streaming import LLAMA_8B, TINY
+from benchmarks.gpu.streaming import LLAMA_8B, TINY, begin
 from benchmarks.peers.kernels import read_all
 from pagedkv import BatchGenerator
 
 LENGTH, NEW = 2048, 256
 BATCHES = (64, 16, 1)
-WAYS = ("ours", "generate", "generate_batch", "static")
 Texts = list[list[int]]
 Answer = Callable[[Texts, int], Texts]  # so many new tokens of every prompt
 
@@ -93,16 +89,8 @@ MAKE = {"ours": ours, "generate": plain, "generate_batch": continuous, "static":
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--commit", default="unknown")
-    parser.add_argument("--device", default="cuda")
-    parser.add_argument("--batches", type=int, nargs="*", default=BATCHES)
-    parser.add_argument("--ways", nargs="*", choices=WAYS, default=WAYS)
-    parser.add_argument("--tiny", action="store_true", help="a tiny model, to try it out")
-    asked = parser.parse_args()
+    asked, note = begin("generation")
     device = torch.device(asked.device)
-    asked.out.mkdir(parents=True, exist_ok=True)
     config = transformers.LlamaConfig(**(TINY if asked.tiny else LLAMA_8B), dtype=torch.bfloat16)
     torch.manual_seed(0)
     with device:
@@ -110,26 +98,17 @@ def main() -> None:
         model = transformers.LlamaForCausalLM(config).eval()
         torch.set_default_dtype(torch.float32)
     weights = sum(p.nbytes for p in model.parameters()) - model.model.embed_tokens.weight.nbytes
-    where = torch.cuda.get_device_name() if device.type == "cuda" else "a CPU"
-    found: dict[str, Any] = {"machine": where, "commit": asked.commit, "torch": torch.__version__}
-    found |= {"transformers": transformers.__version__, "date": time.strftime("%Y-%m-%d")}
-
-    def note(name: str, value: Any) -> None:
-        found[name] = value
-        (asked.out / "generation.json").write_text(json.dumps(found, indent=1))
-        print(f"{name}: {value}", flush=True)
-
     rate = read_rate(device)
     note("read stream, GB/s", round(rate / 1e9))
     length, new = (64, 8) if asked.tiny else (LENGTH, NEW)
     heads = config.num_key_value_heads * config.hidden_size // config.num_attention_heads
     token = 2 * config.num_hidden_layers * heads * 2
-    for rows in asked.batches:
+    for rows in BATCHES:
         floor = (weights + rows * (length + 1.5 * new) * token) / rate
-        for name in asked.ways:
+        for name, make in MAKE.items():
             where = f"{name}, {rows} rows"
             try:
-                answer, close = MAKE[name](model, rows * (length + 2 * new + 32))
+                answer, close = make(model, rows * (length + 2 * new + 32))
 
                 def seconds(new: int, answer: Answer = answer, rows: int = rows) -> float:
                     texts = torch.randint(1, config.vocab_size, (rows, length)).tolist()

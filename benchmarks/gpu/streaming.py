@@ -226,27 +226,33 @@ def mixture(folder: Path, asked: argparse.Namespace, note: Callable[..., None]) 
             note(f"mixture, {way}: times faster than whole layers", seconds[0] / seconds[-1])
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser()
+def begin(name: str) -> tuple[argparse.Namespace, Callable[[str, Any], None]]:
+    """Reads the command's options; the function notes a figure in `DIR/NAME.json` at once."""
+    parser = argparse.ArgumentParser(prog=name)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--commit", default="unknown")
-    parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--tiny", action="store_true", help="a tiny model, to try it out")
     asked = parser.parse_args()
-    asked.length = 96 if asked.tiny else 256
-    asked.budgets = ("24MiB", "20MiB") if asked.tiny else ("10GiB", "3GiB")
-    asked.ample = "64MiB" if asked.tiny else "40GiB"
-    asked.mixture = "34MiB" if asked.tiny else "6GiB"
     asked.out.mkdir(parents=True, exist_ok=True)
     where = torch.cuda.get_device_name() if asked.device == "cuda" else "a CPU"
     found: dict[str, Any] = {"machine": where, "commit": asked.commit, "torch": torch.__version__}
     found |= {"transformers": transformers.__version__, "date": time.strftime("%Y-%m-%d")}
 
-    def note(name: str, value: Any) -> None:
-        found[name] = value
-        (asked.out / "streaming.json").write_text(json.dumps(found, indent=1))
-        print(name, value, flush=True)
+    def note(figure: str, value: Any) -> None:
+        found[figure] = value
+        (asked.out / f"{name}.json").write_text(json.dumps(found, indent=1))
+        print(f"{figure}: {value}", flush=True)
 
+    return asked, note
+
+
+def main() -> None:
+    asked, note = begin("streaming")
+    asked.length = 96 if asked.tiny else 256
+    asked.budgets = ("24MiB", "20MiB") if asked.tiny else ("10GiB", "3GiB")
+    asked.ample = "64MiB" if asked.tiny else "40GiB"
+    asked.mixture = "34MiB" if asked.tiny else "6GiB"
     with tempfile.TemporaryDirectory() as place:
         shape = TINY if asked.tiny else LLAMA_8B
         measure(write_checkpoint(shape, Path(place)), asked, note)

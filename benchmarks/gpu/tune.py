@@ -94,7 +94,7 @@ def changes(rows: int | None, asked: argparse.Namespace) -> list[Change]:
     names: tuple[str, ...] = ("block_n", "num_warps", "num_stages")
     values = [asked.block_n or (DECODE_N if rows else PREFILL_N), asked.warps, asked.stages]
     if rows is None:
-        names, values = ("block_m", *names), [asked.block_m, *values]
+        names, values = ("block_m", *names), [PREFILL_M, *values]
     return [dict(zip(names, each)) for each in itertools.product(*values)]
 
 
@@ -250,7 +250,6 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
     parser.add_argument("--page", type=int, default=16)
     parser.add_argument("--rows", type=int, nargs="*", choices=ROWS, default=ROWS)
-    parser.add_argument("--block-m", type=int, nargs="*", default=PREFILL_M)
     parser.add_argument("--block-n", type=int, nargs="*", help="default: all that may do")
     parser.add_argument("--warps", type=int, nargs="*", default=WARPS)
     parser.add_argument("--stages", type=int, nargs="*", default=STAGES)
