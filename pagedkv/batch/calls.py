@@ -39,15 +39,13 @@ def to_generate(
     every = listed(prompts)
     count = None if every is None else len(every)
     salts, chats = each_of("salt", salt, count), each_of(CHATS, told, count)
-    if every is None:
-        chosen = options_of(encoder, count, options)
-        ids = encoder.coming(prompts, chats)
-        return PromptQueue(ids, {"salt": salts, **chosen.own}, known=False), chosen
-    known = encoder.known(every, list(chats))
+    known = None if every is None else encoder.known(every, list(chats))
     chosen = options_of(encoder, count, options)  # its stop strings need the tokenizer, too
-    unread = [one for one in known if isinstance(one, Unread)]
-    may_see = not all(isinstance(one, Refused) for one in unread)
-    source = PromptQueue(known, {"salt": salts, **chosen.own}, known=True, may_see=may_see)
+    own = {"salt": salts, **chosen.own}
+    if known is None:
+        return PromptQueue(encoder.coming(prompts, chats), own, known=False), chosen
+    may_see = any(isinstance(one, Unread) and not isinstance(one, Refused) for one in known)
+    source = PromptQueue(known, own, known=True, may_see=may_see)
     tokens = sum(len(one) for one in known if not isinstance(one, Unread))
     if tokens > config.max_tokens:  # else all prefixes stay stored
         source.put_together(config.page_size)

@@ -75,7 +75,6 @@ class LeasedRows(ForwardCache):
 
     @property
     def is_under_way(self) -> bool:
-        """Whether a forward with this cache has begun and is not over."""
         return self.__dict__.get("_told") is not None or super().is_under_way
 
     @property
@@ -339,7 +338,6 @@ class LeasedRows(ForwardCache):
         return self._packings.packed(x)
 
     def unpacked(self, out: Tensor, query: Tensor) -> Tensor:
-        """Unpacks `[T, H, D]` into `[B, q, H, D]`, zeros for tokens that are not computed."""
         return self._packings.unpacked(out, query)
 
     def num_queries(self, new: int) -> Ints:

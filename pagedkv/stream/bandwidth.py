@@ -13,7 +13,7 @@ import torch
 from pagedkv.models.checkpoint import Checkpoint
 
 from .arena import HostArena
-from .experts import moves
+from .experts.memory import moves
 from .mxfp4 import packed_in
 
 SAMPLE = 64 << 20  # bytes: some 3 ms at 25 GB/s, so starting a copy does not matter

@@ -21,7 +21,9 @@ from pagedkv.errors import GradModeError, StreamError
 from pagedkv.planner.costs import RING_DEPTH
 
 from .embedding_head import EmbeddingRows, blockwise
-from .experts import Experts, Trust, require_index
+from .experts.modules import require_index
+from .experts.residency import Experts
+from .experts.slots import Trust
 from .layers import TensorSite, forget_casts
 from .pass_lock import PassLock
 from .placement import Places

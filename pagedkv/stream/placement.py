@@ -11,25 +11,18 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from pagedkv.errors import UnsupportedModelError
-from pagedkv.models.skeleton import ends_of, tables_of
+from pagedkv.models.skeleton import ends_of, experts_in, tables_of
 from pagedkv.planner import MemoryPlan
 from pagedkv.planner.costs import RING_DEPTH
 
 from .arena import HostArena
 from .embedding_head import head_units
-from .experts import (
-    MOST_ALONE,
-    ExpertFiles,
-    Experts,
-    RowExperts,
-    SlottedExperts,
-    Staging,
-    WideMemory,
-    experts_in,
-    mappings_of,
-    most_mappings,
-    require_supported,
-)
+from .experts.files import ExpertFiles
+from .experts.memory import WideMemory, mappings_of, most_mappings
+from .experts.modules import require_supported
+from .experts.residency import MOST_ALONE, Experts
+from .experts.rows import RowExperts
+from .experts.slots import SlottedExperts, Staging
 from .layers import GLUE, TensorSite, by_layer, make_absent, sites_of
 from .stats import StreamStats
 from .weights import Unit, WeightStore

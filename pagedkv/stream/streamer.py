@@ -25,7 +25,7 @@ from pagedkv.planner.costs import spread
 from pagedkv.storage.placement import device_of
 
 from .bandwidth import measure_experts, measure_link
-from .experts import size_read_alone
+from .experts.modules import size_read_alone
 from .forwards import Passes, models_in
 from .mxfp4 import require_on_cpu
 from .placement import Places, Wanted

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Protocol
 
 from pagedkv.arrays import Tokens
 from pagedkv.batch.rows import Row
 from pagedkv.config import CacheConfig
 
 
-class Drafter(Protocol):
+class Drafter:
     """Guesses the next tokens of rows; the step that follows finds out whether they are right."""
 
     def drafts(self, rows: Sequence[Row], most: Sequence[int], budget: int) -> list[Tokens]:
@@ -24,6 +23,7 @@ class Drafter(Protocol):
         Returns:
             A draft for each row, which may be empty; or an empty list.
         """
+        raise NotImplementedError
 
     def forget(self, rows: Iterable[Row]) -> None:
         """Lets go of rows that leave, whether it knows them or not."""

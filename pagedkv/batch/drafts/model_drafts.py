@@ -35,6 +35,7 @@ from pagedkv.step.metadata import StepMetadata
 
 from .draft_length import DraftLength
 from .draft_model import DraftModel
+from .drafter import Drafter
 
 NONE = np.empty(0, np.int32)
 
@@ -78,7 +79,7 @@ class Chunk:
     is_last: bool
 
 
-class ModelDrafts:
+class ModelDrafts(Drafter):
     """The `Drafter` of one job that makes drafts with a model.
 
     If the model raises, a warning says so, and the job goes on without drafts.
@@ -103,7 +104,6 @@ class ModelDrafts:
         self._begun = self._failed = False
 
     def drafts(self, rows: Sequence[Row], most: Sequence[int], budget: int) -> list[Tokens]:
-        """Drafts with the draft model; once that has failed, there are no drafts. See `Drafter`."""
         if self._failed:
             return []
         since = perf_counter()
@@ -127,18 +127,15 @@ class ModelDrafts:
         return [self._drafted(row) for row in rows]
 
     def forget(self, rows: Iterable[Row]) -> None:
-        """Frees the sequences of rows that leave."""
         for row in rows:
             if (follower := self._of.get(row)) is not None:
                 self._free(follower)
                 del self._of[row]
 
     def close(self) -> None:
-        """Frees all sequences."""
         self.forget(list(self._of))
 
     def close_later(self) -> None:
-        """`close`, at a moment when the cache may be in the middle of a call."""
         held = [one.seq for one in self._of.values() if one.seq != NOT_RUNNING]
         self.cache.release_later(held)
         self._of = {}

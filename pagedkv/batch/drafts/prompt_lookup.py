@@ -14,6 +14,8 @@ import numpy as np
 from pagedkv.arrays import Tokens
 from pagedkv.batch.rows import Row
 
+from .drafter import Drafter
+
 LONGEST = 3  # most tokens compared: comparing more would hardly make better drafts
 
 
@@ -65,14 +67,14 @@ class PromptLookup:
         return draft(self._text[:size], most)
 
 
-class Lookups:
+class Lookups(Drafter):
     """The `Drafter` that looks drafts up in each row's own text."""
 
     def __init__(self) -> None:
         self._of: dict[Row, PromptLookup] = {}
 
     def drafts(self, rows: Sequence[Row], most: Sequence[int], budget: int) -> list[Tokens]:
-        """Drafts from each row's own text; the first rows are the first to use the budget."""
+        # The first rows are the first to use the budget.
         found = []
         for row, limit in zip(rows, most):
             if row not in self._of:
@@ -83,12 +85,5 @@ class Lookups:
         return found
 
     def forget(self, rows: Iterable[Row]) -> None:
-        """Forgets the texts of rows that leave."""
         for row in rows:
             self._of.pop(row, None)
-
-    def close(self) -> None:
-        """Does nothing: there is nothing to give back."""
-
-    def close_later(self) -> None:
-        """Does nothing: there is nothing to give back."""

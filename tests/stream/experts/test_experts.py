@@ -8,9 +8,10 @@ import torch
 from pagedkv.errors import GradModeError, UnsupportedModelError
 from pagedkv.hf.fingerprint import fingerprint_of
 from pagedkv.models.checkpoint import Checkpoint
-from pagedkv.models.skeleton import find_layers
+from pagedkv.models.skeleton import experts_in, find_layers
 from pagedkv.planner import plan_memory
-from pagedkv.stream.experts import MOST_ALONE, experts_in, size_read_alone
+from pagedkv.stream.experts.modules import size_read_alone
+from pagedkv.stream.experts.residency import MOST_ALONE
 from pagedkv.stream.skeleton import build
 from pagedkv.stream.weights import WeightStore
 from tests.effort import each_value, slow

@@ -10,8 +10,8 @@ import torch
 from pagedkv import plan_memory
 from pagedkv.errors import BudgetExceeded, CheckpointError
 from pagedkv.stream import placement
-from pagedkv.stream.experts import SlottedExperts, Staging, slots
-from pagedkv.stream.experts.slots import TRIALS, Trust
+from pagedkv.stream.experts import slots
+from pagedkv.stream.experts.slots import TRIALS, SlottedExperts, Staging, Trust
 from tests.effort import each_value, few
 from tests.stream.models import (
     assert_bits,

@@ -11,8 +11,8 @@ import torch
 from pagedkv.errors import StreamError
 from pagedkv.planner import plan_memory
 from pagedkv.stream import forwards
-from pagedkv.stream.experts import WideMemory
 from pagedkv.stream.experts import memory as memory_module
+from pagedkv.stream.experts.memory import WideMemory
 from pagedkv.stream.placement import Wanted
 from tests.effort import each_value
 from tests.hf import zoo
