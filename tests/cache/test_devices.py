@@ -73,7 +73,8 @@ def run(config: CacheConfig, device, steps: int) -> list[torch.Tensor]:
     """Returns every layer's attention in a few steps, and the bytes stored behind them."""
     source = torch.Generator().manual_seed(1)
     cache = PagedKVCache(config, device=device, debug=True, backend="torch")
-    prompt, other = cache.add(TEXT), cache.add()
+    # Steps fill its second page of 16 tokens: a page that one step fills has no staging page.
+    prompt, other = cache.add((TEXT * 3)[:28]), cache.add()
     found = []
     for turn in range(steps):
         step = cache.prepare([prompt, other], num_new=[1, 2]) if turn else cache.prepare([prompt])
