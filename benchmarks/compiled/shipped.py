@@ -29,7 +29,7 @@ from pagedkv.kernels.triton import (
     shared_prefix,
     short_convolution,
 )
-from pagedkv.kernels.triton.proved import compiles, trying
+from pagedkv.kernels.triton.proved import is_compiled_well, trying
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
@@ -321,7 +321,7 @@ def shipped(arch: int) -> list[Shipped]:
             int64_args=(),
         )
         for name, (heads, new, stack) in GLUON_LATENTS.items()
-        if arch == 90 and compiles("gluon_latents")
+        if arch == 90 and is_compiled_well()
     ]
     plain, coded = Heads(), Heads(**INT4)
     few, prefixes = LATENT._replace(num_heads=16), [paged.Prefix(slice(0, 2), 64)]

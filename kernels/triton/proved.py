@@ -7,7 +7,7 @@
     gluon_latents       the same of latents, with more than 32 query heads
 
 `make gpu` tries each, and notes those that passed in `proved.json`, by architecture. With a Triton
-newer than in `NEWEST` it is off as well.
+newer than `NEWEST` they are off as well.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ import triton
 FILE = Path(__file__).with_name("proved.json")
 NAMES = ("gluon_prefill", "gluon_rest", "gluon_decode", "gluon_decode_rest", "gluon_latents")
 SINCE = 90  # compute capability; older hardware cannot run them
-# Releases of Triton that compile them well: Gluon is experimental, and 3.9 spills registers within
-# the loop of latents.
-NEWEST = dict.fromkeys(NAMES, (3, 9)) | {"gluon_latents": (3, 8)}
+# Release of Triton that compiles them well: Gluon is experimental. With 3.9 they compile and spill
+# registers, latents within their loop, and no card has run that.
+NEWEST = 3, 8
 TRY = "PAGEDKV_TRY"  # in the environment: names that are on without proof, separated by commas
 
 _tried: ContextVar[tuple[str, ...] | None] = ContextVar("what is tried", default=None)
@@ -41,7 +41,7 @@ def is_on(name: str, arch: int | str) -> bool:
     tried = _tried.get()
     if tried is not None:
         return name in tried
-    return name in _asked() or (compiles(name) and str(arch) in _noted()[name])
+    return name in _asked() or (is_compiled_well() and str(arch) in _noted()[name])
 
 
 @contextmanager
@@ -54,9 +54,9 @@ def trying(*names: str) -> Iterator[None]:
         _tried.reset(token)
 
 
-def compiles(name: str) -> bool:
-    """Whether the installed Triton is known to compile a kernel well."""
-    return tuple(map(int, triton.__version__.split(".")[:2])) <= NEWEST[name]
+def is_compiled_well() -> bool:
+    """Whether the installed Triton is known to compile Gluon well."""
+    return tuple(map(int, triton.__version__.split(".")[:2])) <= NEWEST
 
 
 @functools.cache
