@@ -43,6 +43,13 @@ def require_share(name: str, value: Any) -> None:
         raise TypeError(f"{name}: expected a share such as 0.5, got {type(value).__name__}")
 
 
+def require_listed(name: str, given: Any, kind: type) -> None:
+    """Raises unless a value lists objects of one class."""
+    listed = given if isinstance(given, (tuple, list)) else [given]
+    if wrong := [each for each in listed if not isinstance(each, kind)]:
+        raise TypeError(f"{name}: expected {kind.__name__}s in a tuple, got {wrong[0]!r:.80}")
+
+
 def check_groups(
     groups: Sequence[LayerGroup], num_layers: int, shapes: Sequence[KVShape], page_size: int
 ) -> None:

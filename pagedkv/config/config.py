@@ -26,7 +26,14 @@ from pagedkv.models import (
 )
 from pagedkv.names import DTYPES, FIELDS, OPTIONS, meant
 
-from .checks import check_format, check_groups, check_states, require_int, require_share
+from .checks import (
+    check_format,
+    check_groups,
+    check_states,
+    require_int,
+    require_listed,
+    require_share,
+)
 from .formats import format_pair, needs_staging
 from .sizes import Sizes
 
@@ -121,6 +128,8 @@ class CacheConfig(Sizes):
         object.__setattr__(self, "_given", {name: getattr(self, name) for name in _FOLLOW})
         object.__setattr__(self, "dtype", _dtype_name(self.dtype))
         object.__setattr__(self, "kv_format", format_pair(self.kv_format))
+        require_listed("groups", self.groups, LayerGroup)
+        require_listed("states", self.states, StateLayer)
         chunks = [group.window or 0 for group in self.groups if group.chunked]
         size = auto_page_size(self.page_size, self.kv_format, bool(self.read_tokens), chunks)
         object.__setattr__(self, "page_size", size)
@@ -155,6 +164,9 @@ class CacheConfig(Sizes):
             windowed = any(group.window for group in self.groups)
             longest_step = min(self.max_tokens, 16_384) if windowed else self.max_tokens
             object.__setattr__(self, "max_step_tokens", longest_step)
+        # No step has pages for more, and each keeps arrays of this length.
+        most = -(-self.max_tokens // self.page_size) * self.page_size
+        object.__setattr__(self, "max_step_tokens", min(self.max_step_tokens, most))
         check_groups(self.groups, self.num_layers, self.shapes, self.page_size)
         self._check_slots()
         check_states(self.states)

@@ -90,6 +90,10 @@ def test_what_configurations_may_leave_out_is_worked_out():
         ({"dtype": "int7"}, ValueError, "dtype"),
         ({"dtype": "float64"}, ValueError, "dtype"),
         ({"fingerprint": "weights"}, TypeError, "fingerprint"),
+        ({"groups": "all"}, TypeError, "groups: expected LayerGroups in a tuple, got 'all'"),
+        ({"groups": [1]}, TypeError, "groups: expected LayerGroups in a tuple, got 1"),
+        ({"groups": None}, TypeError, "groups"),
+        ({"states": 2}, TypeError, "states: expected StateLayers in a tuple, got 2"),
         ({"groups": (LayerGroup((0,)),)}, ValueError, "groups"),
         ({"groups": (LayerGroup((0, 1)), LayerGroup((1,)))}, ValueError, "groups"),
         ({"groups": (LayerGroup((0, 1, 2)),)}, ValueError, "groups"),
@@ -118,6 +122,8 @@ def test_a_configuration_counts_its_pages_and_bytes():
     default = CacheConfig(1, 1, 1, "float32", 100)
     assert (default.page_size, default.max_sequences) == (16, 256)
     assert (default.max_sequence_length, default.max_step_tokens) == (100, 100)
+    # A step keeps arrays of its length: no more than there are slots.
+    assert default.with_(max_step_tokens=2**62).max_step_tokens == 112
 
 
 def test_limits_that_nobody_gave_follow_anew_and_given_ones_stay():
