@@ -23,6 +23,7 @@ from pagedkv.models.states import Tensors
 from pagedkv.ranks import ranks_of
 
 from .adapters import without_adapters
+from .foreign_code import unmarked
 from .likeness import COMMON, Rows, Truth, compared, not_alike
 from .model import (
     device_of,
@@ -87,7 +88,8 @@ def look_at(model: PreTrainedModel, over: Any) -> str | None:
     forget(text)
     remember(text, found := _seen(model, dtype))
     try:
-        truth = compared(model, partial(_compare, over))
+        with unmarked(model):
+            truth = compared(model, partial(_compare, over))
     except BaseException:
         forget(text)
         raise

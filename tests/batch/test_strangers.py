@@ -6,6 +6,7 @@ from functools import partial
 import pytest
 import torch
 from torch import nn
+from transformers import LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 from pagedkv import BatchGenerator
@@ -287,10 +288,30 @@ def test_a_module_by_which_rows_differ_is_refused_by_its_name(name):
         BatchGenerator(make(), **SIZES)
 
 
-def test_a_method_that_a_class_of_transformers_was_given_is_code_of_others(monkeypatch):
-    right = LlamaMLP.forward
-    monkeypatch.setattr(LlamaMLP, "forward", lambda mlp, x: right(mlp, x) + x.mean(1, True))
-    with pytest.raises(UnsupportedModelError, match=r"layers\.0\.mlp runs .*<lambda>"):
+def adds_means(right):
+    return lambda mlp, x: right(mlp, x) + x.mean(1, keepdim=True)
+
+
+def stands_still(right):
+    def prepare(model, *args, **kwargs):
+        made = right(model, *args, **kwargs)
+        return {**made, "position_ids": torch.zeros_like(made["position_ids"])}
+
+    return prepare
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "other"),
+    [
+        (LlamaMLP, "forward", adds_means),
+        (LlamaForCausalLM, "prepare_inputs_for_generation", stands_still),
+    ],
+)
+def test_a_method_that_a_class_of_transformers_was_given_is_code_of_others(
+    kind, name, other, monkeypatch
+):
+    monkeypatch.setattr(kind, name, other(getattr(kind, name)))
+    with pytest.raises(UnsupportedModelError, match=rf"runs .*\.{other.__name__}\.<locals>\."):
         BatchGenerator(tiny(), **SIZES)
 
 
