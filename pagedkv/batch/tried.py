@@ -60,7 +60,7 @@ def _refusal(runs: str, model: PreTrainedModel, why: str) -> UnsupportedModelErr
     what = f"{runs}, which is not transformers' own" if runs else "no list knows its type"
     return UnsupportedModelError(
         f"{named_model(model)} cannot run packed rows: {what}, and held against rows alone {why}. "
-        "`PagedCache` with `generate` runs the forwards that `generate` does."
+        "`PagedCache` may serve it: its forwards are those of `generate`."
     )
 
 
