@@ -49,6 +49,7 @@ _FOLLOW = (
     "page_size", "max_sequences", "max_sequence_length", "max_step_tokens", "groups", "max_states",
 )  # fmt: skip
 # Whole numbers: first of at least 1, then of at least 0, where None means 0.
+MOST_LAYERS = 1 << 16  # each takes memory of the host; no model has a thousand
 _SIZES = "num_layers", "num_kv_heads", "head_dim", "max_tokens", "page_size", "max_sequences"
 _LIMITS = "max_sequence_length", "max_step_tokens", "rollback", "host_tokens", "max_states"
 
@@ -139,6 +140,10 @@ class CacheConfig(Sizes):
             object.__setattr__(self, "max_sequences", most)
         for name in _SIZES:
             require_int(name, getattr(self, name), 1)
+        if self.num_layers > MOST_LAYERS:
+            raise ValueError(
+                f"num_layers: expected at most {MOST_LAYERS:,}, got {self.num_layers:,}"
+            )
         for name in _LIMITS:
             if getattr(self, name) is None:
                 object.__setattr__(self, name, 0)

@@ -85,6 +85,7 @@ def test_what_configurations_may_leave_out_is_worked_out():
         ({"max_tokens": 2**40}, ValueError, "max_tokens"),
         ({"max_sequences": 0}, ValueError, "max_sequences"),
         ({"max_sequence_length": -1}, ValueError, "max_sequence_length"),
+        ({"num_layers": 2**31}, ValueError, "num_layers: expected at most 65,536"),
         ({"max_step_tokens": -1}, ValueError, "max_step_tokens"),
         ({"rollback": -1}, ValueError, "rollback"),
         ({"dtype": "int7"}, ValueError, "dtype"),
