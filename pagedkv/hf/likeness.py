@@ -7,6 +7,7 @@ right ways may be is measured by changing the layers' outputs by about a roundin
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property, partial
@@ -14,7 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import LogitsProcessor, PreTrainedModel
+from transformers import GenerationConfig, LogitsProcessor, PreTrainedModel
 
 from pagedkv.errors import UnsupportedModelError
 from pagedkv.ranks import ranks_of
@@ -28,6 +29,7 @@ NEW = 3  # tokens of an answer, the last of which is not computed
 ROUNDINGS = 4  # another right way may differ by so many times the effect of a rounding a layer
 LEAST = 1e-4  # of a layer's output: sums in another order may always differ by so much
 VAGUE = 0.2  # a larger effect of rounding hides whether a model is wrong
+HUGE = 1e4  # at minus this and below a logit hides a token: the least of float16 is -65504
 DRAWS = 3  # tries with other texts, in 16 bits
 LAST, LOGITS = "its last hidden state", "its logits"
 OPTIONS: dict[str, Any] = {
@@ -84,6 +86,21 @@ def recorded(model: PreTrainedModel, shaken: bool = False) -> Iterator[list[dict
             hook.remove()
 
 
+@contextmanager
+def _plain_defaults(model: PreTrainedModel) -> Iterator[None]:
+    """Takes a model's own defaults of `generate` away within it: several samples, guidance.
+
+    What its class adds to transformers' options stays.
+    """
+    own = model.generation_config
+    model.generation_config = copy.copy(own)
+    vars(model.generation_config).update(vars(GenerationConfig()))
+    try:
+        yield
+    finally:
+        model.generation_config = own
+
+
 class _Forced(LogitsProcessor):
     """Chooses given tokens `[B, NEW]`, whatever the scores are."""
 
@@ -132,7 +149,8 @@ class Truth:
         width = max(map(len, texts)) - NEW
         batch = [nn.functional.pad(text[:-NEW], (width + NEW - len(text), 0)) for text in texts]
         mask = [torch.arange(width, device="cpu") >= width + NEW - len(text) for text in texts]
-        with recorded(self.model, shaken) as self.last, self._by_itself(cache):
+        seen = recorded(self.model, shaken)
+        with seen as self.last, _plain_defaults(self.model), self._by_itself(cache):
             found = self.model.generate(
                 input_ids=torch.stack(batch).to(device_of(self.model)),
                 attention_mask=torch.stack(mask).long().to(device_of(self.model)),
@@ -236,10 +254,15 @@ class Truth:
 
 
 def distance(ours: Tensor, theirs: Tensor) -> float:
-    """Returns how far two outputs differ at their common tokens, in parts of the second's size."""
+    """Returns how far two outputs differ at their common tokens, in parts of the second's size.
+
+    Where both hide the same, as logits of tokens that nobody may choose, this counts as no size.
+    """
     n = min(len(ours), len(theirs))
-    size = float(theirs[-n:].norm())
-    apart = float((ours[-n:] - theirs[-n:]).norm())
+    ours, theirs = ours[-n:], theirs[-n:]
+    hidden = (theirs <= -HUGE) & (ours == theirs)
+    ours, theirs = ours.masked_fill(hidden, 0), theirs.masked_fill(hidden, 0)
+    size, apart = float(theirs.norm()), float((ours - theirs).norm())
     return apart / size if size else apart
 
 

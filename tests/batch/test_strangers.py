@@ -47,7 +47,16 @@ class NeedsAllLogits:
         return super().forward(*args, **kwargs)
 
 
-@pytest.mark.parametrize("kind", [PassesOn, NamesIds, NeedsAllLogits])
+class Hides:
+    """Hides the last tokens, which nobody may choose."""
+
+    def forward(self, *args, **kwargs):
+        found = super().forward(*args, **kwargs)
+        found.logits[..., 90:] = -torch.inf
+        return found
+
+
+@pytest.mark.parametrize("kind", [PassesOn, NamesIds, NeedsAllLogits, Hides])
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 def test_a_forward_that_hands_on_what_it_gets_is_served(family, kind):
     assert_like_alone(of_class(tiny(family), kind), ragged(), {"step_tokens": 8})
@@ -89,6 +98,15 @@ class ByWidth(Rolls):
 
     def by(self, mask, places):
         return (places if mask is None else mask).shape[-1]
+
+
+class ByWidthBesideHidden(ByWidth):
+    """A size of logits that makes any other one small."""
+
+    def forward(self, *args, **kwargs):
+        found = super().forward(*args, **kwargs)
+        found.logits[..., 90:] = torch.finfo(found.logits.dtype).min
+        return found
 
 
 class Drops:
@@ -140,6 +158,7 @@ FORWARDS = {
     ByLongest: "its logits is another by .* for packed rows",
     BeyondBorder: "its logits is another by .* for a row beside one far ahead",
     ByWidth: "its logits is another by .* for packed rows",
+    ByWidthBesideHidden: "its logits is another by .* for packed rows",
     Drops: r"layer \d .*is another by .* for packed rows",
     CountsItself: r"layer \d .*is another by .* for packed rows",
     KeepsTheLast: "packed rows fail in ",
@@ -168,6 +187,27 @@ def test_what_a_class_feeds_its_forwards_may_make_no_difference():
         generate(model, padded([row]), max_new_tokens=4).sequences[0, len(row) :].tolist()
         for row in rows
     ]
+
+
+@pytest.mark.parametrize(
+    "own",
+    [
+        {"return_dict_in_generate": True, "output_scores": True},
+        {"do_sample": True, "num_return_sequences": 4},
+        {"guidance_scale": 1.5},
+        {"stop_strings": ["a"]},
+        {"prompt_lookup_num_tokens": 3},
+        {"max_time": 1e-9},
+    ],
+    ids=lambda own: next(iter(own)),
+)
+def test_a_models_own_defaults_of_generate_decide_nothing(own):
+    model = of_class(tiny(), PassesOn)
+    model.generation_config.update(**own)
+    kept = model.generation_config
+    BatchGenerator(model, **SIZES).close()
+    assert model.generation_config is kept
+    assert own.items() <= vars(kept).items()
 
 
 def test_a_model_that_needs_no_positions_is_served():
