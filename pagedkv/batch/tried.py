@@ -5,8 +5,12 @@ That is a model in which code of others runs, whatever this code does, or one th
 
 from __future__ import annotations
 
+import sys
+import threading
 import weakref
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -19,6 +23,7 @@ from pagedkv.hf.likeness import LENGTHS, LOGITS, NEW, Rows, Truth, compared, rec
 from pagedkv.hf.look import PAGES
 from pagedkv.hf.model import named_model, text_config
 from pagedkv.models.seen import seen_of
+from pagedkv.ranks import ranks_of
 
 from .packed import Inputs, PackedModel
 
@@ -33,6 +38,9 @@ NEAR, FAR = 1, 2  # the rows of the second comparison
 # What was found right, by model: its dtype, and the code of others that ran in it.
 _right: weakref.WeakKeyDictionary[PreTrainedModel, tuple[torch.dtype, Code]]
 _right = weakref.WeakKeyDictionary()
+# Threads try a model one after another: each would take back what the other's forwards change.
+_trying: weakref.WeakKeyDictionary[PreTrainedModel, threading.RLock]
+_trying = weakref.WeakKeyDictionary()
 
 
 @torch.no_grad()
@@ -45,15 +53,27 @@ def require_like_alone(packed: PackedModel) -> None:
         UnsupportedModelError: a layer gives something else; the error names it, and the code.
     """
     model = packed.model
-    code = foreign_code(model)
-    if not code and seen_of(text_config(model)) is None:
-        return
-    tried = model.dtype, frozenset(code)
-    if _right.get(model) == tried:
-        return
-    with unmarked(model):
-        compared(model, partial(_compare, packed), partial(_refusal, next(iter(code.values()), "")))
-    _right[model] = tried
+    with _trying.setdefault(model, threading.RLock()):
+        code = foreign_code(model)
+        tried = model.dtype, frozenset(code)
+        is_right = _right.get(model) == tried or not (code or seen_of(text_config(model)))
+        every = ranks_of(model).gather((is_right, next(iter(code.values()), "")))
+        if all(right for right, _ in every):
+            return  # on all ranks, which run a forward together
+        runs = next((name for _, name in every if name), "")
+        with unmarked(model), _uncompiled():
+            compared(model, partial(_compare, packed), partial(_refusal, runs))
+        _right[model] = tried
+
+
+def _uncompiled() -> AbstractContextManager[Any]:
+    """Runs compiled code of a model as it was written.
+
+    What records layers would be compiled into it, and use up how often it may be compiled.
+    """
+    if "torch._dynamo" in sys.modules:
+        return torch.compiler.set_stance("force_eager")
+    return nullcontext()
 
 
 def _refusal(runs: str, model: PreTrainedModel, why: str) -> UnsupportedModelError:

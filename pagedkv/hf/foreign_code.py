@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
 
@@ -28,22 +28,25 @@ FEED = (
 )
 SMALL = 1 << 16  # elements of a buffer that is kept while a model is tried: no packed weights
 
-Code = frozenset[weakref.ref[Any]]
+Code = frozenset[Any]
 
 
-def foreign_code(model: PreTrainedModel) -> dict[weakref.ref[Any], str]:
+def foreign_code(model: PreTrainedModel) -> dict[Any, str]:
     """Finds classes and functions of others in the modules that see packed rows.
 
     Returns:
         What runs where, by class or function: equal keys mean that the same code runs.
     """
-    found: dict[weakref.ref[Any], str] = {}
+    found: dict[Any, str] = {}
 
     def note(path: str, code: Any) -> None:
         code = _bare(code)
         if not _is_known(code):
             name = f"{code.__module__}.{code.__qualname__}"
-            found.setdefault(weakref.ref(code), f"{path or 'it'} runs {name}")
+            key = code
+            with suppress(TypeError):  # functions of numpy take no weak reference
+                key = weakref.ref(code)
+            found.setdefault(key, f"{path or 'it'} runs {name}")
 
     for path, module in on_packed_rows(model):
         note(path, type(module))
@@ -90,19 +93,22 @@ def _is_known(code: Any) -> bool:
 def unmarked(model: PreTrainedModel) -> Iterator[None]:
     """Takes back, at its end, what forwards change in attributes, small buffers and random numbers.
 
-    Else code that keeps something between forwards would be another once it was tried.
+    Else code that keeps something between forwards would be another once it was tried. Dropout
+    rests within it: a model in training draws at random, whatever code runs in it.
     """
     before = [
         (module, dict(vars(module)), dict(module._buffers)) for _, module in on_packed_rows(model)
     ]
     small = [
-        (buffer, buffer.clone())
+        (buffer, buffer._version, buffer.clone())
         for _, _, buffers in before
         for buffer in buffers.values()
         if buffer is not None and buffer.numel() <= SMALL and not buffer.is_inference()
     ]
     cards = {part.device for part in model.parameters() if part.is_cuda}
     with torch.random.fork_rng([*cards]):
+        for module, *_ in before:
+            vars(module)["training"] = False
         try:
             yield
         finally:
@@ -111,5 +117,6 @@ def unmarked(model: PreTrainedModel) -> Iterator[None]:
                     for name in present.keys() - former.keys():
                         del present[name]
                     present.update(former)
-            for buffer, content in small:
-                buffer.copy_(content)
+            for buffer, version, content in small:
+                if buffer._version != version:  # a graph under way may need those that are the same
+                    buffer.copy_(content)

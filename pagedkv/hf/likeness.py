@@ -11,6 +11,7 @@ import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property, partial
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -30,7 +31,7 @@ ROUNDINGS = 4  # another right way may differ by so many times the effect of a r
 LEAST = 1e-4  # of a layer's output: sums in another order may always differ by so much
 VAGUE = 0.2  # a larger effect of rounding hides whether a model is wrong
 HUGE = 1e4  # at minus this and below a logit hides a token: the least of float16 is -65504
-DRAWS = 3  # tries with other texts, in 16 bits
+DRAWS = 3  # tries with other texts
 LAST, LOGITS = "its last hidden state", "its logits"
 OPTIONS: dict[str, Any] = {
     "do_sample": False, "num_beams": 1, "eos_token_id": None, "pad_token_id": 0,
@@ -68,17 +69,22 @@ def recorded(model: PreTrainedModel, shaken: bool = False) -> Iterator[list[dict
         note(f"layer {module.layer_idx} ({name})", first)
         return output
 
+    def here(hook: Callable[..., Any]) -> Callable[..., Any]:
+        """Leaves out the forwards of other threads."""
+        return lambda *given: hook(*given) if get_ident() == thread else None
+
+    thread = get_ident()
     hooks = [
-        model.register_forward_pre_hook(lambda *_: found.append({})),
-        model.register_forward_hook(lambda _, args, output: note(LOGITS, output.logits)),
+        model.register_forward_pre_hook(here(lambda *_: found.append({}))),
+        model.register_forward_hook(here(lambda _, args, output: note(LOGITS, output.logits))),
     ]
     if (decoder := model.get_decoder()) is not model:  # of all tokens, where logits are of the last
-        hooks.append(decoder.register_forward_hook(lambda _, args, output: note(LAST, output[0])))
+        last = here(lambda _, args, output: note(LAST, output[0]))
+        hooks.append(decoder.register_forward_hook(last))
     for name, module in model.named_modules():
         if hasattr(module, "layer_idx") and getattr(module, "config", text) is text:
-            hooks.append(
-                module.register_forward_hook(lambda m, _, out, n=name: note_layer(n, m, out))
-            )
+            layer = here(lambda m, _, out, n=name: note_layer(n, m, out))
+            hooks.append(module.register_forward_hook(layer))
     try:
         yield found
     finally:
@@ -272,11 +278,12 @@ def compared(
     """Compares a model with its truth, which is returned.
 
     Args:
-        compare: compares; raises UnsupportedModelError. In 16 bits a rounding may choose another
-            expert, so it is called again with other texts: a wrong model is wrong with any.
+        compare: compares; raises UnsupportedModelError. A rounding may choose another expert, or
+            another number of 16 bits within a model of 32, so it is called again with other texts:
+            a wrong model is wrong with any.
         refusal: as for `Truth`.
     """
-    left = 1 if model.dtype == torch.float32 else DRAWS
+    left = DRAWS
     while True:
         truth = Truth(model, left, refusal)
         try:

@@ -1,8 +1,10 @@
 """Code of others in a model: tried before a generator is made, refused where rows would differ."""
 
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -365,6 +367,81 @@ def test_a_trial_leaves_no_trace_in_what_it_tries(kind):
     assert (module.calls, module.last, module.tokens.tolist()) == (0, None, [0])
     assert {*vars(module)} == attributes
     assert torch.equal(torch.get_rng_state(), drawn)
+
+
+class In16Bits(nn.Module):
+    """Computes in bfloat16 within a model of float32, as many packed weights do."""
+
+    def __init__(self, linear):
+        super().__init__()
+        self.weight = nn.Parameter(linear.weight.detach().bfloat16())
+
+    def forward(self, x):
+        return (x.bfloat16() @ self.weight.T).to(x.dtype)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_roundings_of_16_bits_within_a_model_of_32_refuse_nothing(seed):
+    torch.manual_seed(seed)
+    model = tiny(num_hidden_layers=16, initializer_range=0.1)
+    for layer in model.model.layers:
+        for part in (layer.self_attn, layer.mlp):
+            for name, child in [*part.named_children()]:
+                if isinstance(child, nn.Linear):
+                    setattr(part, name, In16Bits(child))
+    BatchGenerator(model, **SIZES).close()
+
+
+def test_dropout_of_a_model_in_training_is_no_code_of_others():
+    model = of_class(tiny("gpt2"), PassesOn).train()
+    BatchGenerator(model, **SIZES).close()
+    assert all(module.training for module in model.modules())
+
+
+def test_a_graph_under_way_keeps_the_buffers_that_it_needs():
+    class Scales(Around):
+        def __init__(self, mlp):
+            super().__init__(mlp)
+            self.register_buffer("factor", torch.full((32,), 1.5))
+            self.register_buffer("shared", torch.ones(1).expand(4))
+
+        def more(self, x):
+            return x * self.factor
+
+    model = planted(Scales)
+    loss = model(input_ids=torch.arange(3, 9)[None]).logits.sum()
+    BatchGenerator(model, **SIZES).close()
+    loss.backward()
+
+
+def test_what_a_module_keeps_may_be_any_function():
+    model = planted(Around)
+    model.model.layers[0].mlp.functions = np.tanh
+    model.model.layers[1].mlp.functions = torch.Tensor.relu
+    BatchGenerator(model, **SIZES).close()
+
+
+def test_two_threads_may_make_generators_of_a_model_at_once():
+    model = planted(Around)
+    with ThreadPoolExecutor(2) as pool:
+        made = [pool.submit(BatchGenerator, model, **SIZES) for _ in range(2)]
+    for one in made:
+        one.result().close()
+    assert model.model.layers[1].mlp.calls == 0
+
+
+def test_a_trial_compiles_nothing():
+    compiled = []
+
+    def backend(graph, inputs):
+        compiled.append(graph)
+        return graph
+
+    model = planted(Around)
+    for layer in model.model.layers:
+        layer.compile(backend=backend)
+    BatchGenerator(model, **SIZES).close()
+    assert not compiled
 
 
 def counted(model):

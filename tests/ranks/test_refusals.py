@@ -48,6 +48,13 @@ def test_code_of_others_is_tried_by_all_ranks(saved):
     assert "runs tests.ranks.unserved.adds_mean" in text
 
 
+def test_code_of_others_on_one_rank_is_tried_by_all(saved):
+    (kind, text), other = run(2, "tests.ranks.unserved:stranger_on_one", saved("llama"))
+    assert (kind, text) == other
+    assert "UnsupportedModelError" in kind
+    assert "runs tests.ranks.unserved.adds_mean" in text
+
+
 def test_the_file_of_another_rank(saved, tmp_path):
     found = run(2, "tests.ranks.unserved:exchanged", saved("llama"), str(tmp_path))
     assert found == [("", "WrongModelError")] * 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -68,6 +69,15 @@ def adds_half(mlp: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
 
 def adds_mean(mlp: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
     return type(mlp).forward(mlp, x) + x.mean(1, keepdim=True)
+
+
+def stranger_on_one(folder: str) -> tuple[str, str]:
+    """The error of a generator of a model in which code of others runs on the second rank alone."""
+    model = model_of(folder)
+    if os.environ["RANK"] == "1":
+        mlp: Any = model.model.layers[1].mlp
+        mlp.forward = partial(adds_mean, mlp)
+    return error_of(lambda: BatchGenerator(model, max_tokens=256).close())
 
 
 def stranger(folder: str) -> list[tuple[str, str]]:
