@@ -55,11 +55,6 @@ def write_pages(
     k, v = _packed("k", k, plan), _packed("v", v, plan)
     k_seen, v_seen = _paged("k_pages", k_pages, k, plan), _paged("v_pages", v_pages, k, plan)
     _check_pair(k_seen, v_seen)
-    for name, pages in (("k_pages", k_seen), ("v_pages", v_seen)):
-        if any(n > 1 and not step for n, step in zip(pages.shape, pages.stride())):
-            raise ValueError(
-                f"{name}: expected memory of its own for each slot, got an expanded tensor"
-            )
     for name, new, pages in (("k", k, k_seen), ("v", v, v_seen)):
         expected = plan.num_tokens, pages.shape[1], pages.shape[3]
         if new.shape != expected:
@@ -326,26 +321,40 @@ def _check_apart(k: Tensor, v: Tensor, plan: AttentionPlan, latent: bool) -> Non
     if latent or not -reach("v_pages", v) < between < k_end:
         return
     first, second = (k, v) if between > 0 else (v, k)
-    alike = all(n == 1 or a == b for n, a, b in zip(k.shape, k.stride()[:3], v.stride()))
-    if not alike or not _end_of(first, second, abs(between) // k.itemsize):
+    if not _lie_apart(first, second, abs(between) // k.itemsize):
         raise ValueError("v_pages: expected memory of their own, got some of that of k_pages")
 
 
-def _end_of(pages: Tensor, other: Tensor | None = None, gap: int = 0) -> int:
-    """Returns how many elements pages reach over; 0 if some may be the same.
+def _end_of(pages: Tensor) -> int:
+    """Returns how many elements pages reach over; 0 if some may be the same."""
+    axes = [(step, n - 1) for step, n in zip(pages.stride()[:3], pages.shape) if n > 1]
+    return _nested(axes, pages.shape[3])
 
-    Args:
-        other: pages with the same strides, `gap` elements behind.
-    """
-    axes = [(step, step * (n - 1)) for step, n in zip(pages.stride()[:3], pages.shape) if n > 1]
-    end = pages.shape[3]
-    if other is not None:
-        axes.append((gap, gap + other.shape[3] - end))
+
+def _nested(axes: list[tuple[int, int]], end: int) -> int:
+    """Returns how far blocks of `end` elements reach along axes `(step, n - 1)`; 0 if they meet."""
     for step, more in sorted(axes):  # from the innermost axis on
         if step < end:
             return 0
-        end += more
+        end += step * more
     return end
+
+
+def _lie_apart(first: Tensor, second: Tensor, gap: int) -> bool:
+    """Whether blocks of two pools lie in turn, those of the second one `gap` behind the first's.
+
+    Blocks may be columns, heads, slots or pages; along the axes around them both have equal steps.
+    """
+    steps = zip(first.stride()[:3], second.stride()[:3], first.shape)
+    axes = sorted((a, b, n - 1) for a, b, n in steps if n > 1)
+    for inner in range(len(axes)):
+        within, around = axes[:inner], axes[inner:]
+        end = first.shape[3] + sum(a * more for a, _, more in within)
+        behind = gap + second.shape[3] + sum(b * more for _, b, more in within)
+        is_alike = all(a == b for a, b, _ in around)
+        if is_alike and end <= gap and _nested([(a, more) for a, _, more in around], behind):
+            return True
+    return False
 
 
 def _buffer(

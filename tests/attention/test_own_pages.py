@@ -460,7 +460,7 @@ def test_a_call_names_what_does_not_fit(which):
         ({"v": torch.zeros(3, 2, 32).double()}, TypeError, "^v: .*float64|^v_pages: .*float64"),
         ({"slots": torch.tensor([0, 1, 200])}, ValueError, "^slot_mapping: .*got 0..200"),
         ({"page": 10**6}, ValueError, "^page_table: expected a page 0..5 in column 1 of row 0"),
-        ({"pages": torch.zeros(1, 32).expand(6, 2, 16, 32)}, ValueError, "^v_pages: .* its own"),
+        ({"pages": torch.zeros(1, 32).expand(6, 2, 16, 32)}, ValueError, "^v_pages: .* their own"),
     ],
 )
 def test_a_write_that_fails_leaves_the_pages_as_they_were(wrong, error, says, backend):

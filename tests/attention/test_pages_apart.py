@@ -11,10 +11,14 @@ from tests.effort import examples, sampled
 
 
 def pools_in(memory, k_at, v_at, strides, shape=(3, 2, 4, 16), v_dim=16):
-    """K and V pages `[N, G, P, D]` in one piece of memory, of which other slots may be."""
+    """K and V pages `[N, G, P, D]` in one piece of memory, of which other slots may be.
+
+    `strides` are those of both, or of each.
+    """
+    k_strides, v_strides = strides if len(strides) == 2 else (strides, strides)
     return [
-        memory.as_strided((*shape[:3], dim), (*strides, 1), at)
-        for at, dim in ((k_at, shape[3]), (v_at, v_dim))
+        memory.as_strided((*shape[:3], dim), (*steps, 1), at)
+        for at, dim, steps in ((k_at, shape[3], k_strides), (v_at, v_dim, v_strides))
     ]
 
 
@@ -25,6 +29,9 @@ APART = {  # where K and V begin, strides of pages, heads and slots, and D of V
     "by slot": (0, 32, (256, 16, 64), 16),
     "side by side": (0, 16, (256, 128, 32), 16),
     "narrow values in front": (8, 0, (256, 128, 32), 8),
+    "by page, of narrow values": (0, 128, ((192, 64, 16), (192, 32, 8)), 8),
+    "by slot, of narrow values": (0, 32, ((192, 16, 48), (192, 8, 48)), 8),
+    "by page, each in its order": (128, 0, ((256, 64, 16), (256, 16, 32)), 16),
 }
 ALIASED = {
     "one page": (0, 512, (0, 64, 16), 16, "^k_pages: expected slots with memory"),
@@ -32,6 +39,7 @@ ALIASED = {
     "slots over slots": (0, 512, (128, 64, 8), 16, "^k_pages: .*strides"),
     "values over keys": (0, 8, (256, 128, 32), 16, "^v_pages: expected memory of their own"),
     "keys over values": (4, 0, (256, 128, 32), 8, "^v_pages: expected memory of their own"),
+    "narrow values a page later": (0, 128, ((128, 64, 16), (128, 32, 8)), 8, "^v_pages: expected"),
     "a page later": (0, 128, (128, 64, 16), 16, "^v_pages: expected memory of their own"),
 }
 
@@ -60,7 +68,10 @@ def test_no_two_slots_that_are_taken_for_apart_share_an_element():
     memory, source, apart = torch.arange(4000.0), random.Random(0), 0
     for _ in range(examples(20000, 2000)):
         shape = [source.randint(1, 3) for _ in range(4)]
-        strides = [source.choice((0, 1, 2, 3, 4, 6, 9, 12, 18, 27)) for _ in range(3)]
+        steps = 0, 1, 2, 3, 4, 6, 9, 12, 18, 27
+        k_strides, other = (source.choices(steps, k=3) for _ in range(2))
+        alike = source.choice((0, 1, 3))  # axes along which V has the steps of K
+        strides = k_strides, k_strides[:alike] + other[alike:]
         at, v_dim = (source.randint(0, 30), source.randint(0, 30)), source.randint(1, shape[3])
         k, v = pools_in(memory, *at, strides, shape, v_dim)
         plan = AttentionPlan(
