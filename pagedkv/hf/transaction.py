@@ -335,9 +335,7 @@ def _innermost(module: nn.Module) -> Transaction | None:
     mine = _thread.transactions
     if all(transaction.outermost is not module for transaction in mine):
         return None
-    while mine[-1].outermost is not module:  # an interrupt within it was caught
-        mine[-1].end()
-        mine.pop()
+    forget_dead()  # an interrupt within it was caught
     return mine[-1]
 
 
