@@ -146,16 +146,11 @@ class StepRunner:
         except OutOfPagesError:  # the scheduler knows what to do, once the tokens are read
             return self._hand_out(outcome, rows, flight.chosen)
         logits = self._logits(batch)
-        try:
-            fed, _ = flight.chosen.read()  # the device is busy with the step just launched
-            if flight.chosen.corrected:  # that step was fed other tokens
-                self.cache.abort(batch.step)
-                return self._hand_out(outcome, rows, flight.chosen)
-            chosen = choose(rows, logits, self.logprobs, self._ranks)
-        except BaseException:
-            if batch.step.state == "open":
-                self.cache.abort(batch.step)
-            raise
+        fed, _ = flight.chosen.read()  # the device is busy with the step just launched
+        if flight.chosen.corrected:  # that step was fed other tokens
+            self.cache.abort(batch.step)
+            return self._hand_out(outcome, rows, flight.chosen)
+        chosen = choose(rows, logits, self.logprobs, self._ranks)
         self._commit(outcome, batch.num_fed, fed)
         self._hand_out(outcome, rows, flight.chosen)
         gone = {id(row) for row in (*outcome.finished, *outcome.failed)}
@@ -180,21 +175,16 @@ class StepRunner:
     def _logits(self, batch: Batch) -> Tensor:
         """Returns logits of sampling rows and their drafts, `[n, vocab]`, in the order of feeding.
 
-        If the forward fails, the step is aborted.
+        If the forward fails, the step stays open until the job's rows give their pages back.
         """
         step = batch.step
-        try:
-            inputs = None if self.sight is None else self.sight.inputs(batch)
-            logits = None
-            if self.graphs is not None and inputs is None:  # graphs count positions like text
-                logits = self.graphs.logits(step)
-            if logits is None:
-                return self.packed.logits(step, self._wanted(batch), inputs)
-            return logits if batch.sampling_at is None else logits[batch.sampling_at]
-        except BaseException:
-            if step.state == "open":
-                self.cache.abort(step)
-            raise
+        inputs = None if self.sight is None else self.sight.inputs(batch)
+        logits = None
+        if self.graphs is not None and inputs is None:  # graphs count positions like text
+            logits = self.graphs.logits(step)
+        if logits is None:
+            return self.packed.logits(step, self._wanted(batch), inputs)
+        return logits if batch.sampling_at is None else logits[batch.sampling_at]
 
     def _wanted(self, batch: Batch) -> Tensor:
         """`[n]`, packed tokens that need logits."""
