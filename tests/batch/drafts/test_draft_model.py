@@ -183,6 +183,16 @@ def test_a_draft_that_fails_costs_the_drafts_of_its_call(model, draft, expected,
         assert_nothing_held(batched)
 
 
+def test_a_draft_that_fails_in_one_stream_drafts_for_others_meanwhile(model, draft, expected):
+    with generator(model, draft=draft) as batched:
+        stream = batched.stream(ROWS, max_new_tokens=[2, 16, 16], do_sample=False)
+        with failing(draft, 1, Boom("no memory")), pytest.warns(UserWarning, match="no memory"):
+            next(stream)
+        assert tokens(batched.generate(ROWS, **OPTIONS)) == expected
+        assert batched.stats.accepted > 0
+        assert len(list(stream)) == 2
+
+
 @pytest.mark.parametrize("at_call", range(3))
 def test_a_model_that_fails_frees_what_the_draft_holds(model, draft, at_call):
     with generator(model, draft=draft) as batched:
