@@ -16,6 +16,7 @@ from pagedkv.stream.experts.memory import WideMemory
 from pagedkv.stream.placement import Wanted
 from tests.effort import each_value
 from tests.hf import zoo
+from tests.stream.experts.residency import pages_of, resident
 from tests.stream.experts.test_experts import FAMILIES, FOUR
 from tests.stream.models import assert_bits, decode, in_memory, make, save, stream
 
@@ -151,6 +152,35 @@ def test_a_plan_for_passes_of_few_tokens_has_no_memory_for_wide_ones(wide):
             assert_bits(streamer.model, in_memory(wide))
             prompt(streamer.model, 60)
             assert (streamer._passes._all_experts is None) is (plan is few)
+
+
+@pytest.mark.parametrize("interrupted", [False, True])
+def test_experts_that_only_pass_leave_with_their_memory_where_wide_calls_have_none(
+    interrupted, tmp_path, monkeypatch
+):
+    """Also those whose leaving was interrupted, behind the next wide call."""
+    wide = {"hidden_size": 128, "moe_intermediate_size": 96, "num_experts": 32}
+    folder = save(make("qwen3_moe", **wide, num_experts_per_tok=2), tmp_path)
+    sizes = {"device": "cpu", "length": 16, "expert_slots": 2, "device_memory": "1GiB"}
+    with stream(folder, plan=plan_memory(folder, step_tokens=5, **sizes)) as streamer:
+        streamer._passes._most_alone = 1.0
+        every = [experts for _, experts in streamer._passes._places.experts]
+        if interrupted:
+            with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+                patched.setattr(memory_module.RowMemory, "give_back", press)
+                prompt(streamer.model, 5)
+            assert len(every[0]._held) > 2
+        prompt(streamer.model, 5)
+        assert wide_memory(streamer) is None
+        assert streamer.stats().wide_passes > 0
+        for experts in every:
+            assert len(experts._held) == 2
+            kept = pages_of(experts._places, experts._held)
+            assert resident(experts._memory) == mmap.PAGESIZE * len(kept)
+
+
+def press(*_):
+    raise KeyboardInterrupt
 
 
 def test_a_plan_for_smaller_experts_is_refused(wide, tmp_path):
