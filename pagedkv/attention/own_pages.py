@@ -76,7 +76,7 @@ def write_pages(
     memory = {x.untyped_storage().data_ptr() for x in (k_seen, v_seen)}
     if any(x.untyped_storage().data_ptr() in memory for x in (k, v)):  # slots are read and written
         k, v = k.clone(), v.clone()
-        v = k[..., : v.shape[2]] if is_view_of_k(k_seen, v_seen) else v
+        v = k[..., : v.shape[2]] if latent else v
     if plan.backend == "triton":
         from pagedkv.kernels.triton import backend as kernels
 
