@@ -79,7 +79,7 @@ def require_step(step: Any, layer: Any = 0) -> None:
 
 def require_word(name: str, value: Any, words: Sequence[str]) -> None:
     """Raises ValueError unless a value is one of some words."""
-    if not isinstance(value, str) or value not in words:
+    if value not in words:
         *others, last = map(repr, words)
         raise ValueError(f"{name}: expected {', '.join(others)} or {last}, got {value!r}")
 

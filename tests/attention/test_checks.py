@@ -69,6 +69,10 @@ def test_a_view_of_keys_may_lie_anyhow_in_memory():
     [
         ({"q": torch.tensor(1.0)}, ValueError, r"q: expected shape \[T, H, D\], got \[\]"),
         ({"q": torch.zeros(8, 4, 0)}, ValueError, r"q: expected shape .*got \[8, 4, 0\]"),
+        ({"q": torch.zeros(8, 4, 24)}, ValueError, r"q: expected shape .*got \[8, 4, 24\]"),
+        ({"q": torch.zeros(8, 0, 16)}, ValueError, "q: expected a multiple of 2 heads, got 0"),
+        ({"q": torch.zeros(8, 4, 16).half()}, TypeError, "q: expected dtype .*32, got .*float16"),
+        ({"v": torch.zeros(8, 2, 8)}, ValueError, r"v: expected shape .*got \[8, 2, 8\]"),
         ({"k": None}, TypeError, "k: expected a dense tensor, got NoneType"),
         ({"step": None}, TypeError, "step: expected what `prepare` returned, got NoneType"),
         ({"layer": [0]}, TypeError, "layer: expected an int, got list"),
@@ -98,6 +102,22 @@ def test_what_has_no_meaning_is_refused_by_name_in_the_first_layer_and_in_the_ne
         with pytest.raises(error, match=f"^{match}"):
             paged_attention(**given | change)
         assert step.wrote == [0][:before]
+
+
+def test_a_closed_step_is_not_written_in_and_numpys_numbers_are_layers_too():
+    sizes = Sizes(dim=16)
+    t, cache = text(sizes, 8, seed=0), cache_for(sizes)
+    with cache.step([cache.add()], num_new=8) as step:
+        write_kv(t.k[0], t.v[0], step, np.int64(0))
+    with pytest.raises(ClosedStepError):
+        write_kv(t.k[0], t.v[0], step, 0)
+
+
+def test_what_requires_gradients_is_taken_where_none_are_recorded():
+    sizes = Sizes(dim=16)
+    t, cache = text(sizes, 8, seed=0), cache_for(sizes)
+    with torch.no_grad(), cache.step([cache.add()], num_new=8) as step:
+        paged_attention(t.q[0].requires_grad_(), t.k[0].requires_grad_(), t.v[0], step, 0)
 
 
 @pytest.mark.parametrize("none", [0, 0.0, np.float32(0), torch.tensor(0.0)], ids=repr)
