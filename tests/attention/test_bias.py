@@ -142,3 +142,15 @@ def test_where_places_are_lost_a_bias_is_refused_and_nothing_is_written(why):
             paged_attention(q, k, v, step, 0, **terms, **more)
         assert not step.wrote
         cache.abort(step)
+
+
+def test_a_layer_with_a_window_has_a_bias_beside_layers_whose_pages_a_policy_evicts():
+    (q, k, v, _), found = drawn(30, 1), []
+    groups = LayerGroup((0,)), LayerGroup((1,), 9)
+    for fields in ({}, {"retention": "keydiff", "budget": 128}):
+        sizes = {"max_tokens": 512, "page_size": P, "dtype": "float32", "groups": groups}
+        cache = PagedKVCache(CacheConfig(2, G, D, **sizes, **fields), device="cpu")
+        with cache.step([cache.add()], num_new=30) as step:
+            paged_attention(q, k, v, step, 0)
+            found.append(paged_attention(q, k, v, step, 1, alibi_slopes=torch.ones(H)))
+    assert torch.equal(*found)

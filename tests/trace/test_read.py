@@ -150,13 +150,21 @@ def test_a_few_lines_that_change_every_page_are_refused_before_they_fill_memory(
         history_of(Trace(path))
 
 
-def test_more_tables_than_a_cache_has_are_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(books, "MOST_TABLES", 10)
+@pytest.mark.parametrize(
+    ("what", "text", "says"),
+    [
+        ("MOST_TABLES", b'"rows":[%d,0,0,0]', "line 12, add, .*more than 10 tables"),
+        ("MOST_ENTRIES", b'"rows":[%d,0,0,4],"entries":[0,0,4,%d,0]', "line 4, .*than 10 entries"),
+        ("MOST_ENTRIES", b'"rows":[%d,0,0,11],"entries":[0,0,11,%d,0]', "line 2, .*10 of them"),
+    ],
+)
+def test_more_than_a_cache_has_is_refused(what, text, says, tmp_path, monkeypatch):
+    monkeypatch.setattr(books, what, 10)
     path = tmp_path / "a.trace"
-    text = b'{"op":"add","us":1,"rows":[%d,0,0,0]}\n'
-    path.write_bytes(HEADER % 9 + b"".join(text % i for i in range(11)))
-    with pytest.raises(CorruptFileError, match=r"line 12, add, .*more than 10 tables"):
-        replay(path)
+    lines = (text.replace(b"%d", b"%d" % i) for i in range(11))
+    path.write_bytes(HEADER % 19 + b"".join(b'{"op":"add","us":1,%s}\n' % line for line in lines))
+    with pytest.raises(CorruptFileError, match=says):
+        replay(path, check=False)
 
 
 @sampled
