@@ -2,8 +2,14 @@
 
 import re
 import shutil
+from pathlib import Path
+
+import pytest
 
 from pagedkv.cli import generate_run
+from pagedkv.cli.answers import CAUSE, KEY
+from pagedkv.cli.errors import UsageError
+from pagedkv.cli.job_rows import JobRows
 from pagedkv.cli.pace import Pace
 from tests.cli.conftest import LETTERS, SHORT, answers
 from tests.hf.tiny import tiny
@@ -132,3 +138,21 @@ def test_the_output_is_checked_before_the_tokenizer_and_the_model(pagedkv, check
     assert "not a row" in pagedkv("generate", broken, "abc", "-o", foreign).stderr
     assert "MODEL: cannot load" in pagedkv("generate", broken, "abc", "-o", tmp_path / "b").stderr
     assert [path.name for path in tmp_path.iterdir()] == ["notes.jsonl"]
+
+
+@pytest.mark.parametrize(
+    ("row", "says"),
+    [
+        ({"index": 1}, "line 3 of a is of prompt 1, sample 0"),
+        ({"index": 1, "error": "no text", CAUSE: "bad"}, "line 3 of a is of prompt 1, sample 0"),
+        ({"sample": 2}, "line 3 of a is of prompt 0, sample 2"),
+        ({KEY: "other", "error": "no pages"}, "answers another prompt 0"),
+    ],
+)
+def test_rows_beyond_a_job_or_of_another_prompt_are_refused_whatever_they_say(row, says):
+    """Only a prompt that was bad may have been mended since."""
+    job, mine = JobRows(["mine"], 2, {}), {"index": 0, "sample": 0, KEY: "mine"}
+    with pytest.raises(UsageError, match=says):
+        job.stays(Path("a"), 3, mine | row, told=True)
+    mended = {KEY: "other", "error": "no text", CAUSE: "bad"}
+    assert not job.stays(Path("a"), 3, mine | mended, told=True)
