@@ -28,7 +28,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     "a softcap": {"softcap": 30.0},
     "a softcap that bends everything": {"softcap": 0.3},
     "a scale": {"scale": -1.5},
-    "all, in a narrow window": {"window": 3, "sinks": True, "softcap": 2.0, "scale": 0.7},
+    "all, in a narrow window": {"window": 3, "sinks": True, "softcap": 2.0, "scale": -0.7},
     "all, in a wide window": {"window": 90, "sinks": True, "softcap": 5.0, "scale": 0.7},
     "a tree": {"tree": True},
     "a tree, sinks and a softcap": {"tree": True, "sinks": True, "softcap": 2.0},
@@ -43,7 +43,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     },
 }
 OFTEN = "a window of one token", "a window of a tile", "a window with whole tiles that all see"
-OFTEN += "sinks", "a softcap", "a scale", "all, in a narrow window", "a bias of each query"
+OFTEN += "all, in a narrow window", "a bias of each query"
 OFTEN += ("a tree, sinks and a softcap", "a bias of each head, slopes and a softcap, in a window")
 
 

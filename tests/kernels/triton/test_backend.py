@@ -14,7 +14,7 @@ from pagedkv.kernels.triton import backend as paged
 from pagedkv.kernels.triton import launch
 from pagedkv.kernels.triton.backend import check_pages
 from pagedkv.kernels.triton.geometry import Geometry
-from tests.effort import few
+from tests.effort import ALL, few, sampled
 from tests.kernels.steps import DEVICE, LAYOUTS, NOWHERE, Step, pages_of, step_of
 from tests.kernels.triton_cases import misaligned, with_half
 from tests.kernels.truth import attend, check
@@ -44,7 +44,7 @@ def test_rows_of_every_kind_go_together(case, dtype):
 
 
 SHARED = {
-    "one query head a KV head, several tiles of rows": ([(1, 130 + n) for n in range(66)],
+    "one query head a KV head, several tiles of rows": ([(1, 130 + n % 9) for n in range(66)],
                                                         {"heads": 1, "groups": 1, "shared": 8}),
     "3, sinks and a softcap": ([(1, 101), (1, 190), (1, 97)],
                                {"heads": 6, "sinks": True, "softcap": 3.0, "shared": 6}),
@@ -106,13 +106,14 @@ def assert_same(one, other):
         assert torch.equal(a, b)
 
 
+@sampled
 @pytest.mark.parametrize("window", few(WINDOWS, WINDOWS[-1]))
 def test_pages_of_any_size_give_the_bits_of_contiguous_memory(window):
     contiguous = step_of(ROWS, page=256, window=window)
     assert (contiguous.table[:, 1:] == NOWHERE).all()
     expected = attend(contiguous)
     check(contiguous, expected)
-    for page in (1, 3, 16, 32, 48, 64, 128):
+    for page in (1, 3, 16, 32, 48, 64, 128)[:: 1 if ALL else 2]:
         assert_same(attend(step_of(ROWS, page=page, window=window)), expected)
 
 

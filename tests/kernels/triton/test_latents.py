@@ -10,7 +10,7 @@ from pagedkv.kernels.prefixes import Prefix
 from pagedkv.kernels.triton import backend as paged
 from pagedkv.kernels.triton import launch
 from pagedkv.kernels.triton.geometry import Geometry
-from tests.effort import examples, sampled, slow
+from tests.effort import examples, few, sampled, slow
 from tests.kernels import steps
 from tests.kernels.steps import DEVICE, LAYOUTS, step_of
 from tests.kernels.triton import test_page_mass
@@ -18,16 +18,16 @@ from tests.kernels.triton_cases import assert_same_bits, random_bits, with_half
 from tests.kernels.truth import attend, check
 
 # Decoding rows, drafts, chunks, rows without tokens or keys; around tiles, pages and splits.
-ROWS = [(1, 70), (3, 20), (20, 50), (1, 5), (0, 9), (8, 90), (2, 1)]
+ROWS = [(1, 70), (3, 20), (20, 50), (0, 9), (4, 90), (2, 1)]
 LATENT = {"groups": 1, "dim": 576, "v_dim": 512, "latent": True}
 SHAPES = {
     "latents, 4 heads": {**LATENT, "heads": 4},
     "latents, 16 heads, pages of 3": {**LATENT, "heads": 16, "page": 3},
     "latents, 67 heads, which are no two equal shares": {
-        **LATENT, "heads": 67, "rows": ROWS[: examples(7, 2)]},
+        **LATENT, "heads": 67, "rows": ROWS[: examples(6, 2)]},
     "latents of 256": {
         **LATENT, "heads": 40, "dim": 288, "v_dim": 256, "page": 64,
-        "rows": ROWS[: examples(7, 3)]},
+        "rows": ROWS[: examples(6, 3)]},
     "tiny latents": {**LATENT, "heads": 12, "dim": 32, "v_dim": 16},
     "latents of two heads, no powers of two": {
         "heads": 6, "dim": 144, "v_dim": 96, "latent": True, "layout": LAYOUTS[1], "page": 1},
@@ -39,10 +39,12 @@ SHAPES = {
     "K of 192, V of 128": {"heads": 8, "dim": 192, "v_dim": 128, "sinks": True, "window": 40},
     "V of less than a tile": {"heads": 3, "groups": 1, "dim": 80, "v_dim": 48},
 }  # fmt: skip
+# What no other shape holds as well.
+OFTEN = [name for name in SHAPES if name not in ("latents, 4 heads", "heads of 512")]
 
 
 @sampled
-@pytest.mark.parametrize(("shape", "dtype"), with_half(SHAPES), ids=str)
+@pytest.mark.parametrize(("shape", "dtype"), with_half(SHAPES, *OFTEN), ids=str)
 def test_k_and_v_of_any_widths_agree_with_the_twin(shape, dtype):
     check(step_of(**{"rows": ROWS, **SHAPES[shape]}, dtype=dtype))
 
@@ -68,20 +70,20 @@ def test_a_prefix_is_read_once_for_several_rows(shape):
     check(step, attend(step, prefixes=[Prefix(slice(0, 4), 4)]))
 
 
-@pytest.mark.parametrize("shape", SHARED)
+@pytest.mark.parametrize("shape", few(SHARED, "latents", "heads of 512"))
 def test_mass_of_pages_is_noted_down(shape):
-    rows = [(1, 33), (1, 7), (4, 70)]
-    test_page_mass.check(step_of(rows, **SHARED[shape]), [1, 0, 4])
+    rows = [(1, 33), (1, 7), (2, 70)]
+    test_page_mass.check(step_of(rows, **SHARED[shape]), [1, 0, 2])
 
 
 @sampled
 def test_a_row_of_latents_is_the_same_in_a_step_and_alone():
-    step = step_of(ROWS[: examples(7, 3)], heads=20, **LATENT)
+    step = step_of(ROWS[: examples(6, 3)], heads=20, **LATENT)
     out, lse = attend(step)
     for index, (new, tokens) in enumerate(zip(step.num_new, step.tokens)):
         if new:
             # The widest row that decodes says how many queries lie in a tile.
-            alone = attend(step.row(index), num_new=[8 if new <= 16 else new])
+            alone = attend(step.row(index), num_new=[4 if new <= 16 else new])
             assert torch.equal(alone[0], out[tokens])
             assert torch.equal(alone[1], lse[tokens])
 
