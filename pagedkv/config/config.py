@@ -255,6 +255,24 @@ class CacheConfig(Sizes):
             least += -(-Policy.recent // self.page_size)
         return Kept(least, self.budget_pages, 1.0 if self.keep is None else self.keep)
 
+    @property
+    def newest_kept(self) -> int:
+        """How many of its newest tokens a sequence keeps whatever its share or budget.
+
+        A window keeps the newest by its order, but not where pages that sequences share leave no
+        others to choose from.
+        """
+        from pagedkv.retention import Policy
+
+        policy, size = self.policy, self.page_size
+        if policy is None:
+            return 0
+        if policy.recent or not policy.window:
+            return policy.recent
+        if self.budget_pages is None:
+            return Policy.recent
+        return min((self.budget_pages - policy.pinned_pages(size)) * size, Policy.recent)
+
     def with_(self, **changes: Unpack[ChangedFields]) -> CacheConfig:
         """Returns this configuration with other fields.
 

@@ -77,7 +77,7 @@ class Evictor:
     """
 
     def __init__(self, config: CacheConfig, policy: Policy, measure: Measure, merge: Merge) -> None:
-        self.policy, self.kept = policy, config.kept
+        self.policy, self.kept, self._newest = policy, config.kept, config.newest_kept
         self._measure, self._merge = measure, merge
         groups = range(len(config.groups))
         self._concerns = np.asarray([config.groups[g].window is None for g in groups])
@@ -109,7 +109,8 @@ class Evictor:
         groups, order = np.nonzero(excess > 0)
         if not groups.size:
             return None
-        held = self._held(tables, groups, rows[order], whole[groups, order], lengths[order])
+        ends = whole[groups, order], lengths[order]
+        held = self._held(tables, groups, rows[order], *ends, self._newest)
         scores = self._scores(tables, held, lengths[order])
         return _lowest(held, scores, excess[groups, order])
 
@@ -143,7 +144,7 @@ class Evictor:
         if not groups.size:
             return back, None
         rows, whole = live[order], whole[groups, order]
-        held = self._held(tables, groups, rows, whole, tables.lengths[rows])
+        held = self._held(tables, groups, rows, whole, tables.lengths[rows], self.policy.recent)
         staging = held.pages >= tables.first_staging[groups[held.owner]]
         held.free[staging] = False
         scores = self._scores(tables, held, tables.lengths[rows])
@@ -185,13 +186,16 @@ class Evictor:
     # ------------------------------------------------------------------ which
 
     def _held(
-        self, tables: PageTables, groups: Ints, rows: Ints, whole: Ints, lengths: Ints
+        self, tables: PageTables, groups: Ints, rows: Ints, whole: Ints, lengths: Ints, recent: int
     ) -> _Held:
-        """Returns the first `whole` pages of these tables, and which of them may be evicted."""
+        """Returns the first `whole` pages of these tables, and which of them may be evicted.
+
+        The `recent` newest tokens of each row may not.
+        """
         owner = np.repeat(np.arange(groups.size), whole)
         columns = within(whole)
         pages = tables.tables[groups[owner], rows[owner], columns]
-        newest = np.maximum(lengths - self.policy.recent, 0) // tables.page_size
+        newest = np.maximum(lengths - recent, 0) // tables.page_size
         free = (tables.column_of[pages] < newest[owner]) & (tables.pool.refcount[pages] == 1)
         return _Held(groups, rows, owner, columns, pages, free)
 

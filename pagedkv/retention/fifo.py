@@ -17,6 +17,7 @@ class Fifo(Policy):
     """
 
     recent: int = 0  # the newest score highest anyway
+    window: bool = True
 
     def keep_scores(self, pages: PageRecords) -> Ints:
         return pages.position

@@ -56,11 +56,13 @@ class Policy:
     Attributes:
         needs: names from `MEASURES` that the policy reads; others are not collected.
         recent: how many newest tokens of a sequence are never offered to the policy.
+        window: whether newer pages always score higher.
         merges: whether values of evicted tokens are averaged into values of tokens that stay.
     """
 
     needs: tuple[str, ...] = ()
     recent: int = 64
+    window: bool = False
     merges: bool = False
 
     def keep_scores(self, pages: PageRecords) -> Any:

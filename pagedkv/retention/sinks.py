@@ -34,7 +34,7 @@ class Sinks(Policy):
             raise TypeError(f"inner: expected a Policy, got {self.inner!r}")
         if isinstance(self.tokens, bool) or not isinstance(self.tokens, int) or self.tokens < 1:
             raise ValueError(f"tokens: expected a positive int, got {self.tokens!r}")
-        for name in ("needs", "recent", "merges"):
+        for name in ("needs", "recent", "window", "merges"):
             object.__setattr__(self, name, getattr(self.inner, name))
 
     def keep_scores(self, pages: PageRecords) -> Floats:

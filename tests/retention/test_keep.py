@@ -259,3 +259,23 @@ def test_what_a_policy_never_gives_up_stays_whatever_the_share():
 def test_a_share_that_cannot_be_is_refused_by_name(fields, error, message):
     with pytest.raises(error, match=message):
         one_group(**fields)
+
+
+# ------------------------------------------------------------------ what is shared
+
+
+@pytest.mark.parametrize("retention", ["fifo", "sinks"])
+@pytest.mark.parametrize(
+    ("fields", "newest"), [({"keep": 0.5}, 64), ({"budget": 96}, 64), ({"budget": 48}, 32)]
+)
+def test_a_window_keeps_its_newest_tokens_beside_shared_pages(retention, fields, newest):
+    config = one_group(
+        retention=retention, page_size=16, max_tokens=1024, max_sequence_length=10_000, **fields
+    )
+    cache = PagedKVCache(config, device="cpu", debug=True)
+    shared = 96 if fields == {"budget": 96} else 48
+    seq, tokens = start(cache, text(shared if "budget" in fields else 150)), text(150)
+    tokens = tokens[: cache.length(seq)] + [3] * 100
+    twin = cache.fork(seq)[0]
+    grow(cache, twin, tokens)
+    assert held(cache, twin)[-newest:] == list(range(len(tokens) - newest, len(tokens)))
