@@ -7,8 +7,6 @@ from collections.abc import Sequence
 from operator import index
 from typing import Any
 
-import numpy as np
-
 from pagedkv.kernels.formats import Format
 from pagedkv.models import DTYPE_BYTES, KVShape, LayerGroup, StateLayer
 
@@ -27,7 +25,11 @@ def require_int(name: str, value: Any, least: int | None = None) -> None:
 
 def require_bool(name: str, value: Any) -> None:
     """Raises unless a value is True or False; any text would be true."""
-    if not isinstance(value, (bool, np.bool_)):
+    if isinstance(value, bool):
+        return
+    import numpy as np  # here: a configuration of its own does not wait for it
+
+    if not isinstance(value, np.bool_):
         raise TypeError(f"{name}: expected True or False, got {type(value).__name__}")
 
 

@@ -99,6 +99,8 @@ def unmarked(model: PreTrainedModel) -> Iterator[None]:
     before = [
         (module, dict(vars(module)), dict(module._buffers)) for _, module in on_packed_rows(model)
     ]
+    # A module may keep a scale as an attribute of its weight, and move it in the first forward.
+    parameters = [(part, dict(vars(part))) for part in model.parameters()]
     small = [
         (buffer, buffer._version, buffer.clone())
         for _, _, buffers in before
@@ -112,11 +114,13 @@ def unmarked(model: PreTrainedModel) -> Iterator[None]:
         try:
             yield
         finally:
-            for module, *kept in before:
-                for present, former in zip((vars(module), module._buffers), kept):
-                    for name in present.keys() - former.keys():
-                        del present[name]
-                    present.update(former)
+            changed = [(vars(part), kept) for part, kept in parameters]
+            for module, kept, buffers in before:
+                changed += [(vars(module), kept), (module._buffers, buffers)]
+            for present, former in changed:
+                for name in present.keys() - former.keys():
+                    del present[name]
+                present.update(former)
             for buffer, version, content in small:
                 if buffer._version != version:  # a graph under way may need those that are the same
                     buffer.copy_(content)

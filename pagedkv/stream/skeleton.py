@@ -107,11 +107,11 @@ def build(
     if (checkpoint.folder / "generation_config.json").exists():
         found = GenerationConfig.from_pretrained(checkpoint.folder)
         kwargs.setdefault("generation_config", found)
-    config = own_config(cls, config)
-    if dtype == "auto" and config.dtype is None:  # the loader sees no index, only tensors
+    own = own_config(cls, config)
+    if dtype == "auto" and own.dtype is None:  # the loader sees no index, only tensors
         dtype = checkpoint.indexed_dtype or dtype
     kwargs |= {"dtype": dtype, "device_map": META, "ignore_mismatched_sizes": True}
-    kwargs |= {"output_loading_info": True, "config": config}
+    kwargs |= {"output_loading_info": True, "config": own}
     tensors: dict[str, Tensor] = {
         t.name: without_storage(t).as_subclass(_Unmoved) for t in checkpoint.as_loaded
     }

@@ -128,7 +128,7 @@ def test_an_option_is_refused_with_whatever_error_it_ends_in(generate, monkeypat
     def refuse(*arguments, **options):
         raise error("max_time: expected a number")
 
-    monkeypatch.setattr("pagedkv.batch.generator.GenerationOptions", refuse)
+    monkeypatch.setattr("pagedkv.batch.calls.GenerationOptions", refuse)
     said = generate("abc", "--set", "max_time=x", code=2).stderr
     kind = "" if error is ValueError else f"{error.__name__}: "
     assert said == f"pagedkv: {kind}max_time: expected a number\n"
