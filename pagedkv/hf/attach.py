@@ -261,3 +261,6 @@ def _switch(model: PreTrainedModel, name: str) -> None:
         return
     parts = [part for part in model.config.sub_configs if getattr(model.config, part) is decoder]
     model.set_attn_implementation(dict.fromkeys(parts or [""], name))
+    own = _configs_of(model)[1]
+    if type(own) is type(decoder) and own is not decoder:  # of another head; 5.17 leaves it
+        own._attn_implementation = name
