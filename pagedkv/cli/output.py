@@ -74,7 +74,7 @@ class Output:
             self._size = os.fstat(self._file).st_size
         except BaseException as error:
             if self._made:  # and nothing was written
-                self.path.unlink(missing_ok=True)
+                self._remove()
             self._unlock()
             if isinstance(error, OSError):
                 raise UsageError(f"--out: cannot write {path}: {error}") from error
@@ -162,7 +162,7 @@ class Output:
         with suppress(OSError):  # a write, or the sync behind the last row, reported it
             self.sync()
         if self._made and not os.fstat(self._file).st_size:
-            self.path.unlink(missing_ok=True)
+            self._remove()
         os.close(self._file)
         self._unlock()
 
@@ -181,6 +181,10 @@ class Output:
                 f"{self.path} has {size:,} bytes in place of {self._size:,}: another program "
                 "changed, replaced or removed it; the same command computes the rows that it lacks"
             )
+
+    def _remove(self) -> None:
+        with suppress(OSError):  # where it cannot be, an empty file stays
+            self.path.unlink()
 
     def _unlock(self) -> None:
         # The file is removed before the release: afterwards another process may hold the lock.

@@ -418,3 +418,14 @@ def test_the_lock_holds_while_others_come_and_go(path):
     for process in racing:
         _, stderr = process.communicate(timeout=600)
         assert process.returncode == 0, stderr.decode()
+
+
+def test_a_file_without_rows_that_cannot_be_removed_stays_empty(path, monkeypatch):
+    def unlink(at: Path, missing_ok: bool = False) -> None:
+        raise PermissionError(13, "Permission denied", str(at))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "unlink", unlink)
+        assert write(path) == [0, 1, 2]
+    assert path.read_bytes() == b""
+    assert write(path, row(0)) == [0, 1, 2]
