@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from pagedkv import AttentionPlan, write_pages
-from pagedkv.attention.own_pages import _check_apart
+from pagedkv.attention.own_checks import check_apart
 from tests.effort import examples, sampled
 
 
@@ -78,7 +78,7 @@ def test_no_two_slots_that_are_taken_for_apart_share_an_element():
             torch.zeros(1, 1).int(), torch.tensor([0]), page_size=1, backend="torch"
         )
         try:
-            _check_apart(k, v, plan, latent=False)
+            check_apart(k, v, plan, latent=False)
         except ValueError:
             continue
         apart += 1
