@@ -90,20 +90,25 @@ def bench_reserved(
         claim(job, f"{name} / {exact}", ratio(seconds, name, exact), target=1.02)
 
 
-def bench_grow(shape: dict[str, int], alternate: Alternate, claim: Any) -> None:
+def bench_grow(
+    shape: dict[str, int], device: torch.device, alternate: Alternate, claim: Any
+) -> None:
     """Room for 256 more tokens in all layers: a full pool grows, or `torch.cat` adds to 1,024."""
     rounds, layers = shape["rounds"], shape["layers"]
     sizes = {"max_tokens": 256 * (rounds + 3), "max_sequences": rounds + 3}
     config = CacheConfig(layers, 3, 64, "float32", **sizes, growth_step=256)
-    cache = PagedKVCache(config, device="cpu")
+    cache = PagedKVCache(config, device=device)
     cache.add(max_tokens=256)
     held: list[torch.Tensor] = []
 
     def fill() -> None:
-        held[:] = [torch.zeros(1, 3, 1024, 64) for _ in range(2 * layers)]
+        held[:] = [torch.zeros(1, 3, 1024, 64, device=device) for _ in range(2 * layers)]
 
     def concatenate() -> None:
-        held[:] = [torch.cat([old, torch.empty(1, 3, 256, 64)], dim=2) for old in held]
+        more = torch.empty(1, 3, 256, 64, device=device)
+        held[:] = [torch.cat([old, more], dim=2) for old in held]
+        if device.type == "cuda":
+            torch.cuda.synchronize()
 
     def grow() -> None:
         before = cache.stats().growths

@@ -1,12 +1,13 @@
 """Streaming to a card: `python3 -m benchmarks.gpu.streaming --out DIR`.
 
 A model of the shape of Llama 3 8B with random weights in bf16, 16 GB in a scratch folder, is run
-with its layers in pinned host memory: how much of the link a pass uses, what a wide pass waits,
-whether memory stays within the plan, what batches gain, and transformers' own `device_map="auto"`
-under the same cap. Then a mixture of experts, read as tokens are routed to them and by whole
-layers: whether bits are the same, and which is sooner. Each part is written to
-`DIR/streaming.json` as it is done; needs transformers, accelerate and 16 GB of disk.
-`--tiny --device cpu` tries the script out.
+with its layers in pinned host memory: how much of the link a pass uses, what a pass waits that
+computes longer than it copies, whether memory stays within the plan, what batches gain, and
+transformers' own `device_map="auto"` under the same cap. Then sequences go to host memory and come
+back. Last a mixture of experts is read as tokens are routed to them and by whole layers: whether
+bits are the same, and which is sooner. Each figure is written to `DIR/streaming.json` as soon as it
+is there; needs transformers, accelerate and 16 GB of disk, and with `--folder` it finds the
+checkpoints of the run before. `--tiny --device cpu` tries the script out.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ import re
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -26,10 +28,17 @@ from typing import Any
 import torch
 import transformers
 
-from pagedkv import BatchGenerator, LayerStreamer, plan_memory
+from pagedkv import (
+    BatchGenerator,
+    CacheConfig,
+    LayerStreamer,
+    PagedKVCache,
+    plan_memory,
+    write_kv,
+)
 
 LLAMA_8B = {"vocab_size": 128_256, "intermediate_size": 14_336, "num_key_value_heads": 8}
-LLAMA_8B |= {"max_position_embeddings": 8192, "eos_token_id": None, "bos_token_id": None}
+LLAMA_8B |= {"max_position_embeddings": 32_768, "eos_token_id": None, "bos_token_id": None}
 TINY = LLAMA_8B | {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 128}
 TINY |= {"num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2}
 MIXTURE = {"vocab_size": 32_768, "hidden_size": 2048, "moe_intermediate_size": 768}
@@ -37,12 +46,17 @@ MIXTURE |= {"num_experts": 128, "num_experts_per_tok": 8, "num_hidden_layers": 8
 MIXTURE |= {"num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128}
 TINY_MIXTURE = MIXTURE | {"vocab_size": 512, "hidden_size": 64, "moe_intermediate_size": 32}
 SLOTS = 32  # experts of a layer that stay
-PROMPT, WIDE, NEW = 64, 8192, 16
+PROMPT, WIDE, NEW = 64, 16_384, 16  # a pass of 16,384 tokens computes longer than it copies
+ROWS, TOKENS = 16, 2048  # that go to host memory and come back
 PASSES = 5
 
 
 def write_checkpoint(shape: dict[str, Any], folder: Path, kind: str = "Llama") -> Path:
     """Writes a file for each layer, all with the first one's random weights: only bytes matter."""
+    folder = folder / kind
+    if (folder / "config.json").exists():
+        return folder
+    folder.mkdir()
     from safetensors.torch import save_file
 
     config = getattr(transformers, f"{kind}Config")(**shape, dtype="bfloat16")
@@ -88,21 +102,27 @@ def timed(device: torch.device, call: Callable[[], object], times: int) -> float
     return median(seconds[1:])
 
 
-def link_rate(device: torch.device, nbytes: int) -> float:
-    """GB/s out of pinned memory."""
+def link_rates(device: torch.device) -> dict[str, float]:
+    """GB/s out of pinned memory and into it."""
+    nbytes = (512 if device.type == "cuda" else 8) << 20
     host = torch.ones(nbytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
-    there = torch.empty_like(host, device=device)
-    copy = lambda: there.copy_(host, non_blocking=True)  # noqa: E731
-    return nbytes / timed(device, copy, PASSES + 1) / 1e9
+    there = host.to(device)
+    ways = {"to the device": (there, host), "to the host": (host, there)}
+    return {
+        way: nbytes / timed(device, partial(into.copy_, out, non_blocking=True), PASSES + 1) / 1e9
+        for way, (into, out) in ways.items()
+    }
 
 
 class Run:
     """One budget: a plan, a streamer, and what is asked of them."""
 
-    def __init__(self, folder: Path, asked: argparse.Namespace, memory: str, batch: int) -> None:
+    def __init__(
+        self, folder: Path, asked: argparse.Namespace, memory: str, batch: int, **fields: int
+    ) -> None:
         self.device = torch.device(asked.device)
         limits = {"device_memory": memory, "host_memory": "24GiB", "device": self.device.type}
-        self.plan = plan_memory(folder, batch=batch, length=asked.length, **limits)
+        self.plan = plan_memory(folder, batch=batch, length=asked.length, **limits, **fields)
         self.vocabulary = self.plan.shape.settings.vocab_size
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
@@ -123,6 +143,12 @@ class Run:
         moved = after.bytes_copied - before.bytes_copied
         return rows * (new - 2) / (spent[1] - spent[0]), moved / spent[1] / 1e9
 
+    def verifies(self, rows: int) -> None:
+        """Continues texts that repeat themselves: passes verify all that the plan allows."""
+        texts = [text[:8] * (PROMPT // 8) for text in prompts(rows, PROMPT, self.vocabulary)]
+        with BatchGenerator(self.streamer.model, plan=self.plan) as batched:
+            batched.generate(texts, max_new_tokens=NEW, do_sample=False)
+
     def wide_pass(self, width: int) -> float:
         """Returns the seconds of a pass over `width` tokens."""
         ids = torch.tensor(prompts(1, width, self.vocabulary), device=self.device)
@@ -134,7 +160,7 @@ class Run:
         """The most bytes that torch allocated, and the planned bytes without device context."""
         planned = sum(self.plan.device_bytes.values()) - self.plan.device_bytes["device context"]
         peak = torch.cuda.max_memory_allocated() if self.device.type == "cuda" else 0
-        return {"peak": peak, "planned": planned, "share": peak / planned}
+        return {"peak": peak, "planned": planned, "share": peak / planned, **self.plan.device_bytes}
 
     def close(self) -> None:
         self.streamer.close()
@@ -164,33 +190,67 @@ def device_map(folder: Path, asked: argparse.Namespace, memory: int, rows: int) 
     return rows * 4 / (spent[2] - spent[1])
 
 
-def measure(folder: Path, asked: argparse.Namespace, note: Callable[..., None]) -> None:
+def passes(folder: Path, asked: argparse.Namespace, note: Callable[..., None]) -> None:
+    """Passes of few tokens, which the link holds up, and transformers' own offloading."""
+    folder = write_checkpoint(TINY if asked.tiny else LLAMA_8B, folder)
     device = torch.device(asked.device)
-    rate = link_rate(device, (512 if device.type == "cuda" else 8) << 20)
+    rate = link_rates(device)["to the device"]
     note("pinned host to device, GB/s", rate)
-    budgets = asked.budgets
-    run = Run(folder, asked, budgets[0], 64)
+    run = Run(folder, asked, asked.budgets[0], 64)
     for rows in (1, 16, 64):
         speed, link = run.tokens_a_second(rows, NEW)
         note(f"batch {rows}: tokens a second", speed)
         note(f"batch {rows}: share of the link", link / rate)
-    width = min(WIDE, run.plan.step_tokens)
-    streamed = run.wide_pass(width)
+    run.verifies(64)
     note("memory of the plan", run.peak())
     resident = sum(run.plan.shape.layers[i] for i in run.plan.resident_layers)
     run.close()
-    held = Run(folder, asked, asked.ample, 64)
-    note("wide pass: streamed / resident", streamed / held.wide_pass(width))
-    held.close()
-    if device.type == "cuda":
-        for rows in (1, 16):
-            speed = device_map(folder, asked, resident + run.plan.device_bytes["ring"], rows)
-            note(f"device_map, batch {rows}: tokens a second", speed)
-    small = Run(folder, asked, budgets[1], 1)
+    small = Run(folder, asked, asked.budgets[1], 1)
     speed, _ = small.tokens_a_second(1, 4)
-    note(f"under {budgets[1]}: tokens a second", speed)
-    note(f"under {budgets[1]}: memory of the plan", small.peak())
+    note(f"under {asked.budgets[1]}: tokens a second", speed)
+    note(f"under {asked.budgets[1]}: memory of the plan", small.peak())
     small.close()
+    for rows in (1, 16) if device.type == "cuda" else ():
+        speed = device_map(folder, asked, resident + run.plan.device_bytes["ring"], rows)
+        note(f"device_map, batch {rows}: tokens a second", speed)
+
+
+def wide(folder: Path, asked: argparse.Namespace, note: Callable[..., None]) -> None:
+    """A pass that computes longer than it copies, beside the same with all layers there."""
+    folder = write_checkpoint(TINY if asked.tiny else LLAMA_8B, folder)
+    seconds = []
+    for budget in (asked.budgets[0], asked.ample):
+        run = Run(folder, asked, budget, 1, step_tokens=asked.wide)
+        seconds.append(run.wide_pass(asked.wide))
+        note(f"a pass of {asked.wide} tokens under {budget}, seconds", seconds[-1])
+        note(f"the same under {budget}: memory of the plan", run.peak())
+        run.close()
+    note("wide pass: streamed / resident", seconds[0] / seconds[1])
+
+
+def tier(folder: Path, asked: argparse.Namespace, note: Callable[..., None]) -> None:
+    """Sequences that go to host memory and come back."""
+    device, length = torch.device(asked.device), 64 if asked.tiny else TOKENS
+    sizes = {"max_tokens": ROWS * length, "host_tokens": ROWS * length}
+    cache = PagedKVCache(CacheConfig(32, 8, 128, "bfloat16", **sizes), device=device)
+    seqs = [cache.add() for _ in range(ROWS)]
+    tokens = torch.randn(ROWS * length, 8, 128, dtype=torch.bfloat16, device=device)
+    with cache.step(seqs, num_new=length) as step:
+        for layer in range(32):
+            write_kv(tokens, tokens, step, layer)
+    nbytes, wait = cache.stats().bytes, torch.cuda.synchronize if device.type == "cuda" else None
+    spent: dict[str, list[float]] = {"offload": [], "restore": []}
+    for _ in range(PASSES):
+        for name, seconds in spent.items():
+            start = time.perf_counter()
+            getattr(cache, name)(seqs)
+            if wait:
+                wait()
+            seconds.append(time.perf_counter() - start)
+    cache.check()
+    for (name, seconds), (way, rate) in zip(spent.items(), reversed(link_rates(device).items())):
+        note(f"pinned {way}, GB/s", rate)
+        note(f"host tier, {name}: share of the link", nbytes / median(seconds[1:]) / 1e9 / rate)
 
 
 def mixture(folder: Path, asked: argparse.Namespace, note: Callable[..., None]) -> None:
@@ -198,6 +258,7 @@ def mixture(folder: Path, asked: argparse.Namespace, note: Callable[..., None]) 
 
     Both have one budget, and stream from pinned host memory; then experts stream from their files.
     """
+    folder = write_checkpoint(TINY_MIXTURE if asked.tiny else MIXTURE, folder, "Qwen3Moe")
     device, logits, seconds = torch.device(asked.device), [], []
     tokens = torch.tensor(prompts(1, 2 * NEW, 500), device=device)
     limits = {"device_memory": asked.mixture, "device": device.type, "length": asked.length}
@@ -226,13 +287,15 @@ def mixture(folder: Path, asked: argparse.Namespace, note: Callable[..., None]) 
             note(f"mixture, {way}: times faster than whole layers", seconds[0] / seconds[-1])
 
 
-def begin(name: str) -> tuple[argparse.Namespace, Callable[[str, Any], None]]:
+def begin(name: str, parts: Iterable[str]) -> tuple[argparse.Namespace, Callable[..., None]]:
     """Reads the command's options; the function notes a figure in `DIR/NAME.json` at once."""
     parser = argparse.ArgumentParser(prog=name)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--commit", default="unknown")
+    parser.add_argument("--folder", type=Path, help="keeps checkpoints, or has them already")
     parser.add_argument("--tiny", action="store_true", help="a tiny model, to try it out")
+    parser.add_argument("--parts", nargs="*", choices=list(parts), default=list(parts))
     asked = parser.parse_args()
     asked.out.mkdir(parents=True, exist_ok=True)
     where = torch.cuda.get_device_name() if asked.device == "cuda" else "a CPU"
@@ -247,18 +310,19 @@ def begin(name: str) -> tuple[argparse.Namespace, Callable[[str, Any], None]]:
     return asked, note
 
 
+PARTS = {"passes": passes, "wide": wide, "tier": tier, "mixture": mixture}
+
+
 def main() -> None:
-    asked, note = begin("streaming")
+    asked, note = begin("streaming", PARTS)
     asked.length = 96 if asked.tiny else 256
     asked.budgets = ("24MiB", "20MiB") if asked.tiny else ("10GiB", "3GiB")
     asked.ample = "64MiB" if asked.tiny else "40GiB"
     asked.mixture = "34MiB" if asked.tiny else "6GiB"
+    asked.wide = 128 if asked.tiny else WIDE
     with tempfile.TemporaryDirectory() as place:
-        shape = TINY if asked.tiny else LLAMA_8B
-        measure(write_checkpoint(shape, Path(place)), asked, note)
-    with tempfile.TemporaryDirectory() as place:
-        shape = TINY_MIXTURE if asked.tiny else MIXTURE
-        mixture(write_checkpoint(shape, Path(place), "Qwen3Moe"), asked, note)
+        for part in asked.parts:
+            PARTS[part](asked.folder or Path(place), asked, note)
 
 
 if __name__ == "__main__":
