@@ -73,6 +73,7 @@ class HostStorage:
             MemoryError: there is no memory for host pages.
         """
         slabs, caller = self._slab(group, kind), self._current()
+        pages, hosts = _in_order(pages, hosts)
         with self._copying(), self.out(pages.size * self.page_bytes(group, kind)):
             for part in self._chunks(group, kind, pages.size):
                 taken = self._storage.take_out(group, pages[part], kind, self._storage.device)
@@ -86,6 +87,7 @@ class HostStorage:
     def bring(self, group: int, kind: int, pages: Ints, hosts: Ints) -> None:
         """Copies host pages back to device pages; arguments as for `keep`."""
         slabs = self._slab(group, kind)
+        pages, hosts = _in_order(pages, hosts)
         with self._copying(), self.into(pages.size * self.page_bytes(group, kind)):
             for part in self._chunks(group, kind, pages.size):
                 parts = {}
@@ -130,3 +132,13 @@ class HostStorage:
     def _current(self) -> Any:
         """Returns the stream that the caller works on."""
         return torch.cuda.current_stream(self._storage.device) if self._on_card else None
+
+
+def _in_order(pages: Ints, hosts: Ints) -> tuple[Ints, Ints]:
+    """Returns both in the order of host pages, so that neighbours are copied together.
+
+    A pool hands out the pages that were freed last first: one copy for each of them keeps a card
+    busy for 0.7 of the link.
+    """
+    order = np.argsort(hosts)
+    return pages[order], hosts[order]

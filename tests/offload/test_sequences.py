@@ -13,6 +13,8 @@ from pagedkv.errors import (
     SequenceTooLongError,
     UnknownSequenceError,
 )
+from pagedkv.offload import host_storage
+from pagedkv.storage.memory import runs_of
 from tests.cases import two_groups
 from tests.contents import advance, assert_contents, start, write_step
 from tests.offload.hosted import TEXT, Copies, make, write_anything
@@ -42,6 +44,26 @@ def test_what_comes_back_has_the_very_bits_that_left(kv_format):
     cache.restore(seq)
     cache.check()
     assert all(map(torch.equal, contents(cache, seq), expected))
+
+
+def test_neighbours_on_the_host_are_copied_together(monkeypatch):
+    """Also when the pool hands out those that were freed last first."""
+    counts = []
+
+    def counted(pages):
+        found = list(runs_of(pages))
+        counts.append(len(found))
+        return found
+
+    monkeypatch.setattr(host_storage, "runs_of", counted)
+    cache = make()
+    seq = cache.add()
+    with cache.step([seq], num_new=30) as step:
+        write_anything(cache, step, seed=1)
+    for _ in range(3):
+        cache.offload(seq)
+        cache.restore(seq)
+    assert set(counts) == {1}
 
 
 def bounds(cache: PagedKVCache, seq: int) -> list[torch.Tensor]:
