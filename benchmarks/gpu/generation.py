@@ -19,20 +19,13 @@ import torch
 import transformers
 
 from benchmarks.gpu.streaming import LLAMA_8B, TINY, begin
-from benchmarks.peers.kernels import read_all
+from benchmarks.measuring import ceilings
 from pagedkv import BatchGenerator
 
 LENGTH, NEW = 2048, 32
 BATCHES = (1, 16, 64)
 Texts = list[list[int]]
 Answer = Callable[[Texts, int], Texts]  # so many new tokens of every prompt
-
-
-def read_rate(device: torch.device) -> float:
-    """Bytes a second of reading memory once."""
-    data = torch.randn(1 << 28 if device.type == "cuda" else 1 << 20, device=device)
-    call = read_all([data])
-    return data.nbytes / min(spent(call, device) for _ in range(6))
 
 
 def spent(call: Callable[[], object], device: torch.device) -> float:
@@ -98,7 +91,7 @@ def main() -> None:
         model = transformers.LlamaForCausalLM(config).eval()
         torch.set_default_dtype(torch.float32)
     weights = sum(p.nbytes for p in model.parameters()) - model.model.embed_tokens.weight.nbytes
-    rate = read_rate(device)
+    rate = ceilings(device)["read_gbs"] * 1e9
     note("read stream, GB/s", round(rate / 1e9))
     length, new = (64, 8) if asked.tiny else (LENGTH, NEW)
     heads = config.num_key_value_heads * config.hidden_size // config.num_attention_heads
