@@ -6,8 +6,10 @@ warp that copies when it is empty; the phase of a barrier tells one round from t
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -241,6 +243,12 @@ def grid(pages: Tensor, box: int, columns: int) -> TensorDescriptor:
     stride = pages.stride(2)
     last = sum(step * (count - 1) for step, count in zip(pages.stride(), pages.shape))
     shape = [last // stride + 1, stride]
-    dtype = getattr(gl, str(pages.dtype).removeprefix("torch."))
-    layout = gl.NVMMASharedLayout.get_default_for([box, columns], dtype)
+    layout = _layout(box, columns, pages.dtype)
     return TensorDescriptor(pages, shape, [stride, 1], [box, columns], layout)
+
+
+@functools.cache  # it takes Triton longer to make than the rest of a launch
+def _layout(box: int, columns: int, dtype: torch.dtype) -> gl.NVMMASharedLayout:
+    """How a box lies in shared memory."""
+    kind = getattr(gl, str(dtype).removeprefix("torch."))
+    return gl.NVMMASharedLayout.get_default_for([box, columns], kind)
