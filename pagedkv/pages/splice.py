@@ -66,11 +66,14 @@ def plan(tables: PageTables, seq: int, start: int, stop: int, tokens: Tokens) ->
         sequences.require_truncatable(tables, seq, kept)
     except ValueError as error:
         raise ValueError(f"start: {str(error).removeprefix('n: ')}") from None
-    if (text[stop:] == UNKNOWN_TOKEN).any():
-        first = stop + int((text[stop:] == UNKNOWN_TOKEN).argmax())
+    again = np.arange(size)
+    again = again[((again >= kept) & (again < start)) | (again >= stop)]  # old tokens of the rest
+    unknown = again[text[again] == UNKNOWN_TOKEN]
+    if unknown.size:
+        first = int(unknown[0])
         raise ValueError(
-            f"stop: the id of token {first} of sequence {seq} is not known: it was fed by count, "
-            "or a window has dropped its page"
+            f"{'stop' if first >= stop else 'start'}: the id of token {first} of sequence {seq} is "
+            "not known: it was fed by count, or a window has dropped its page"
         )
     rest = np.concatenate([text[kept:start], changed[max(0, kept - start) :]])
     return Splice(row, kept, rest)

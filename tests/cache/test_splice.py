@@ -11,7 +11,7 @@ from pagedkv.trace import replay
 from tests.cache.small import ids, make, snapshot
 from tests.cases import CASES, one_group, varied, window_only
 from tests.contents import advance, assert_contents, start, write_step
-from tests.states import assert_state, grow, with_states
+from tests.states import assert_state, grow, with_states, write_all
 from tests.trace.recorded import assert_same_pages
 
 # Pages that are coded as they are written do not hold exactly what was written.
@@ -103,6 +103,21 @@ def test_with_states_it_goes_back_to_the_checkpoint_before():
     assert (cache.length(seq), cache.uncached(seq).tolist()) == (6, changed[6:])
     grow(cache, {seq: changed})
     assert_state(cache, seq, changed)
+
+
+def test_going_back_over_ids_that_are_not_known_is_refused():
+    """The checkpoint lies before tokens fed by count, which nobody could compute again."""
+    cache, text = make(with_states(one_group())), ids(14)
+    seq = cache.add(text[:4])
+    grow(cache, {seq: text[:4]})
+    cache.checkpoint(seq)
+    with cache.step([seq], num_new=3) as step:
+        write_all(cache, step, [text[:7]], [b""])
+    grow(cache, {seq: text})
+    with pytest.raises(ValueError, match=r"^start: the id of token 4 of sequence"):
+        cache.splice(seq, 9, 10, [50])
+    assert (cache.length(seq), cache.uncached(seq).tolist()) == (14, [])
+    assert_state(cache, seq, text)
 
 
 def test_what_cannot_go_back_is_refused_by_name_and_nothing_changes():
