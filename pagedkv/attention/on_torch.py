@@ -118,7 +118,8 @@ def attend_chosen(call: Call, chosen: Chosen) -> tuple[Tensor, Tensor]:
     q, (k, v), table, counts = chosen
     lens = counts.cpu().numpy().astype("int64")
     buckets = cut_step(np.ones_like(lens), lens, 1, None, _token_bytes(call), exact=False)
-    scratch = call.step.storage.scratch(scratch_elements(buckets, k.shape[1] * k.shape[3], 1))
+    elements = k.shape[1] * max(k.shape[3], v.shape[3])
+    scratch = call.step.storage.scratch(scratch_elements(buckets, elements, 1))
     return kernels.paged_attention(
         *(q, None, None, k, v, table, buckets, scratch, call.scoring),
         return_lse=call.return_lse,

@@ -85,6 +85,7 @@ SIZES = {
     "groups": Sizes(),
     "latents": Sizes(heads=4, groups=1, dim=64, v_dim=32, v_is_k=True),
     "narrow values": Sizes(heads=4, groups=4, dim=64, v_dim=32),
+    "wide values": Sizes(heads=4, groups=2, dim=32, v_dim=64),
     "half": Sizes(dtype=torch.float16),
 }
 TERMS = {
@@ -109,11 +110,12 @@ class Text:
 def text(sizes: Sizes, length: int, seed: int, layers: int = 1) -> Text:
     random = torch.Generator().manual_seed(seed)
 
-    def make(heads):
-        shape = (layers, length, heads, sizes.dim)
+    def make(heads, dim=sizes.dim):
+        shape = (layers, length, heads, dim)
         return torch.randn(shape, generator=random).to(sizes.dtype)
 
-    q, k, v = make(sizes.heads), make(sizes.groups), make(sizes.groups)
+    q, k = make(sizes.heads), make(sizes.groups)
+    v = make(sizes.groups, max(sizes.dim, sizes.v_dim or 0))
     return Text(q, k, (k if sizes.v_is_k else v)[..., : sizes.v_dim or sizes.dim])
 
 
