@@ -32,7 +32,7 @@ from .causes import LONG, SAID, told
 from .encode import Encoder
 from .errors import UsageError
 from .job_spec import Job
-from .loading import class_of, config_of, load, model_of, pick, tokenizer_of
+from .loading import config_of, loaded, model_of, pick, tokenizer_of
 from .output import Output
 from .plan import as_options
 from .prompts import Prompt, bad_of, require_any
@@ -163,7 +163,7 @@ def _model(job: Job, device: str, processes: int) -> Any:
     if processes == 1:
         return model_of(job.model, job.dtype, device)
     parts = shared_out(processes, job.expert_parallel)
-    return load(class_of(job.model), job.model, dtype=job.dtype, distributed_config=parts).eval()
+    return loaded(job.model, dtype=job.dtype, distributed_config=parts)
 
 
 def generator_of(job: Job, loaded: Loaded, lengths: list[int], console: Console) -> BatchGenerator:

@@ -6,6 +6,7 @@ import os
 from typing import Any
 
 import torch
+import typer
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
@@ -18,9 +19,11 @@ from transformers import (
 from pagedkv.errors import CheckpointError
 from pagedkv.models.checkpoint import found_in
 from pagedkv.storage.placement import device_of
+from pagedkv.stream.skeleton import some_of
 
 from .errors import UsageError
 from .job_spec import Job, cannot_load
+from .torchrun import follows
 
 
 def load(kind: Any, name: str, argument: str = "MODEL", **options: Any) -> Any:
@@ -68,7 +71,28 @@ def class_of(name: str, argument: str = "MODEL") -> Any:
 
 def model_of(name: Any, dtype: str, device: Any, argument: str = "MODEL") -> Any:
     """Loads a model, to compute in a dtype on a device."""
-    return load(class_of(name, argument), name, argument, dtype=dtype).eval().to(device)
+    return loaded(name, argument, dtype=dtype).to(device)
+
+
+def loaded(name: Any, argument: str = "MODEL", **options: Any) -> Any:
+    """Loads a model of which every weight is in its files.
+
+    transformers draws the others at random, and says so in a log that commands silence.
+
+    Args:
+        options: as for transformers' `from_pretrained`.
+    """
+    options |= {"output_loading_info": True}
+    model, info = load(class_of(name, argument), name, argument, **options)
+    if absent := sorted(info["missing_keys"]):
+        raise UsageError(
+            f"{argument}: {name} is no checkpoint of {type(model).__name__}: no file has "
+            f"{some_of(absent)}"
+        )
+    if (unused := sorted(info["unexpected_keys"])) and not follows():
+        said = f"{name} has tensors that {type(model).__name__} lacks: {some_of(unused)}"
+        typer.echo(said, err=True)
+    return model.eval()
 
 
 def pick(device: str) -> str:

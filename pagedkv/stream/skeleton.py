@@ -125,7 +125,7 @@ def build(
         except RuntimeError as error:  # an operation of the conversion refused these tensors
             names = tuple(sorted(set(re.findall(r"destined for (\S+)\. Ckpt", "".join(report)))))
             raise CheckpointMismatch(
-                f"{checkpoint.folder}: the tensors for {_some([*names]) or 'a parameter'} do not "
+                f"{checkpoint.folder}: the tensors for {some_of([*names]) or 'a parameter'} do not "
                 f"fit together ({error})",
                 mismatched=names,
             ) from error
@@ -217,7 +217,7 @@ def require_covered(
     if not (missing or unexpected or wrong):
         return
     parts = [
-        f"{what}: {_some(names)}"
+        f"{what}: {some_of(names)}"
         for what, names in (
             ("parameters without a tensor", sorted(missing)),
             ("tensors without a parameter", sorted(unexpected)),
@@ -234,7 +234,8 @@ def require_covered(
     )
 
 
-def _some(names: list[str]) -> str:
+def some_of(names: list[str]) -> str:
+    """Spells out the first names of a list, and says how many more there are."""
     more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
     return ", ".join(names[:NAMED]) + more
 
@@ -305,7 +306,7 @@ def _make_buffers(model: PreTrainedModel) -> None:
     left_out = [name for name, where, own, real in made if _untouched(where[own], real)]
     if left_out:
         raise UnsupportedModelError(
-            f"{type(model).__name__}: {_some(left_out)} is in no checkpoint, and the model does "
+            f"{type(model).__name__}: {some_of(left_out)} is in no checkpoint, and the model does "
             "not compute it"
         )
 

@@ -3,6 +3,8 @@
 import shutil
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 from transformers import T5Config, ViTConfig
 
 from pagedkv.cli import job
@@ -57,6 +59,42 @@ def test_gguf_is_answered_as_the_plan_answers_it(pagedkv, tmp_path):
         assert refused.exit_code == 2
         assert "GGUF weights are not read in place; convert them once" in refused.stderr
         assert len(refused.stderr.splitlines()) == 1
+
+
+@pytest.fixture
+def altered(model, tmp_path):
+    """Copies the model's folder; `change` gets its tensors by name."""
+
+    def alter(change):
+        folder = tmp_path / "altered"
+        shutil.copytree(model, folder)
+        (file,) = folder.glob("*.safetensors")
+        tensors = load_file(file)
+        change(tensors)
+        save_file(tensors, file, metadata={"format": "pt"})
+        return folder
+
+    return alter
+
+
+@pytest.mark.parametrize("command", ["generate", "score", "check"])
+def test_a_model_whose_weights_are_not_all_there_is_not_filled_up_at_random(
+    pagedkv, altered, command
+):
+    lacks = "model.layers.1.mlp.up_proj.weight"
+    prompts = [] if command == "check" else ["abc"]
+    refused = pagedkv(command, altered(lambda t: t.pop(lacks)), *prompts)
+    assert refused.exit_code == 2
+    assert f"is no checkpoint of LlamaForCausalLM: no file has {lacks}\n" in refused.stderr
+    assert not refused.stdout
+
+
+def test_tensors_that_the_model_lacks_are_named(generate, pagedkv, altered):
+    extra = "model.layers.1.mlp.up_proj.weight_scale_inv"
+    folder = altered(lambda t: t.update({extra: torch.ones(1)}))
+    came = pagedkv("generate", folder, *SHORT, "abc")
+    assert came.stdout == generate("abc").stdout
+    assert f"has tensors that LlamaForCausalLM lacks: {extra}\n" in came.stderr
 
 
 @pytest.mark.parametrize(
