@@ -105,7 +105,10 @@ def unmarked(model: PreTrainedModel) -> Iterator[None]:
         (buffer, buffer._version, buffer.clone())
         for _, _, buffers in before
         for buffer in buffers.values()
-        if buffer is not None and buffer.numel() <= SMALL and not buffer.is_inference()
+        if buffer is not None
+        and buffer.numel() <= SMALL
+        and not buffer.is_inference()
+        and not hasattr(buffer, "elements")  # one that a streamer brings comes anew in every pass
     ]
     cards = {part.device for part in model.parameters() if part.is_cuda}
     with torch.random.fork_rng([*cards]):

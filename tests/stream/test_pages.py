@@ -106,3 +106,21 @@ def test_layers_of_every_shape_stream_over_pages_as_in_memory(family, tmp_path):
     for row, result in zip(rows, found):
         alone = generate(whole, padded([row]), max_new_tokens=6).sequences[0, len(row) :]
         assert result.tokens == alone.tolist()
+
+
+def test_code_of_others_is_tried_though_buffers_of_a_layer_stream(tmp_path):
+    def double(model):
+        mlp = model.model.layers[-1].mlp
+        own = mlp.forward
+        mlp.forward = lambda hidden: 2 * own(hidden)
+
+    path, rows = save(tiny("deepseek_v3"), tmp_path), prompts(9, 5)
+    whole = in_memory(path)
+    double(whole)
+    with stream(path) as streamer:
+        double(streamer.model)
+        with BatchGenerator(streamer.model, **SIZES) as batched:
+            found = batched.generate(rows, max_new_tokens=4, do_sample=False)
+    for row, result in zip(rows, found, strict=True):
+        alone = generate(whole, padded([row]), max_new_tokens=4).sequences[0, len(row) :]
+        assert result.tokens == alone.tolist()
