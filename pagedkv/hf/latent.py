@@ -37,6 +37,7 @@ from .staged import Staged
 MOST_ABSORBED = 8  # new tokens of a row that attends in the absorbed form
 EXPANDED_BYTES = 64 << 20  # of K and V that are made of latents at a time; it was not tuned
 CHECKED = 16  # new tokens whose K and V are made in both forms at a module's first forward
+_LINEAR = nn.Linear.forward  # a library may put another one into the class
 FAR = 0.05  # both forms may differ by this part of the largest element: bfloat16 rounds so
 
 # Modules whose absorbed form was found to agree with the expanded one.
@@ -145,7 +146,8 @@ class Halves(NamedTuple):
         weight = getattr(linear, "weight", None)
         if type(linear) is not nn.Linear or type(weight) not in (Tensor, nn.Parameter):
             return None
-        changed = linear._forward_hooks or linear._forward_pre_hooks or not is_plain(linear)
+        hooked = linear._forward_hooks or linear._forward_pre_hooks
+        changed = hooked or not is_plain(linear) or nn.Linear.forward is not _LINEAR
         shape = heads * (nope + width), rank
         if changed or linear.bias is not None or weight.shape != shape or weight.dtype != q.dtype:
             return None

@@ -82,8 +82,8 @@ def test_watched_queries_meet_the_pages(model, calls):
     assert {*calls} == {"_meeting"}
 
 
-@pytest.mark.parametrize("how", ["adapted", "hooked", "replaced"])
-def test_weights_that_are_not_plain_are_asked_through_their_module(how, calls):
+@pytest.mark.parametrize("how", ["adapted", "hooked", "replaced", "of its class"])
+def test_weights_that_are_not_plain_are_asked_through_their_module(how, calls, monkeypatch):
     torch.manual_seed(0)
     model, batch = tiny("deepseek_v3"), padded(prompts(9, 5))
 
@@ -91,12 +91,17 @@ def test_weights_that_are_not_plain_are_asked_through_their_module(how, calls):
         def forward(self, weight):
             return 2 * weight
 
+    def shifted(linear, x):
+        return 1.02 * torch.nn.functional.linear(x, linear.weight)
+
     for layer in model.model.layers:
         linear = layer.self_attn.kv_b_proj
         if how == "adapted":
             parametrize.register_parametrization(linear, "weight", Doubled())
         elif how == "hooked":
             linear.register_forward_hook(lambda module, args, out: 2 * out)
+        elif how == "of its class":
+            monkeypatch.setattr(torch.nn.Linear, "forward", shifted)
         else:
             linear.forward = lambda x, linear=linear: (
                 2 * torch.nn.functional.linear(x, linear.weight)
