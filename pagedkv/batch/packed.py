@@ -20,6 +20,7 @@ from pagedkv.errors import ModelChangedError, UnsupportedModelError
 from pagedkv.hf.activations import activations_of
 from pagedkv.hf.adapters import state_of, without_adapters
 from pagedkv.hf.attach import attach_packed, detach_later
+from pagedkv.hf.before import require_replaceable
 from pagedkv.hf.blocked_weights import (
     ROUNDED,
     PackWeights,
@@ -98,6 +99,7 @@ class PackedModel:
         self.detach = weakref.finalize(self, detach_later, model)
         self.detach.atexit = False
         try:
+            require_replaceable(model)
             accepted = require_packable(model)
             # Weights that must be packed are packed before pages are made, because pages take a
             # share of what is left; with "auto" after, so that pages of a caller go first.

@@ -16,7 +16,9 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from pagedkv.errors import UnsupportedModelError
 from pagedkv.models import facts_of
+from pagedkv.models.seen import seen_of
 
+from .foreign_code import homes_of, origin_of
 from .forward_cache import NAME
 from .model import text_config
 
@@ -49,6 +51,37 @@ class Before:
 
 
 _known: weakref.WeakValueDictionary[int, Before] = weakref.WeakValueDictionary()
+_SAME = {"transformers", "torch", "pagedkv"}  # packages whose functions compute what ours does
+
+
+def require_replaceable(model: PreTrainedModel) -> None:
+    """Raises UnsupportedModelError if a model calls an attention function of others.
+
+    Over pages ours is called in its place, whatever it computes. A model that was looked at was
+    compared as it is.
+
+    Args:
+        model: one that is attached.
+    """
+    config = text_config(model)
+    if seen_of(config) is not None:
+        return
+    name = Before.of(model).name
+    for kind in {type(one) for one in model.modules() if getattr(one, "config", None) is config}:
+        interfaces = [one for _, one in _named(kind) if isinstance(one, AttentionInterface)]
+        if not interfaces or "/" in str(name):  # of the hub, whose kernels compute attention
+            continue
+        attention = _eager_of(kind) if name == "eager" else interfaces[0].get(name)
+        own = {base.__module__ for base in kind.__mro__}
+        for code in (attention, AttentionMaskInterface().get(name)):
+            if code is None or {one.partition(".")[0] for one in homes_of(code) - own} <= _SAME:
+                continue
+            called, other = ".".join(origin_of(code)), "eager" if name == "sdpa" else "sdpa"
+            raise UnsupportedModelError(
+                f"attn_implementation: {name!r} of {kind.__name__} calls {called}, and over pages "
+                "another function takes its place; if both compute the same, "
+                f"`model.set_attn_implementation({other!r})` says so"
+            )
 
 
 def attention_before(module: nn.Module, terms: Mapping[str, Any]) -> Callable[..., Any]:
@@ -65,18 +98,25 @@ def attention_before(module: nn.Module, terms: Mapping[str, Any]) -> Callable[..
                 "`attach(model)` has calls without pages use its own"
             )
         return sdpa_attention_forward
-    named = [*_named(type(module))]
     if before.name != "eager":  # a model's file may have another interface with the same names
+        named = (one for _, one in _named(type(module)))
         interfaces = (one for one in named if isinstance(one, AttentionInterface))
         found: Callable[..., Any] = next(interfaces, AttentionInterface())[before.name]
         return found
-    for one in named:
-        if callable(one) and "eager" in getattr(one, "__name__", ""):
-            return one
+    if (eager := _eager_of(type(module))) is not None:
+        return eager
     raise UnsupportedModelError(
         f"attn_implementation: {type(module).__name__} does not name its eager attention, which "
         "calls without pages have to use; load the model with 'sdpa'"
     )
+
+
+def _eager_of(kind: type) -> Callable[..., Any] | None:
+    """Returns the eager attention that a class of modules names in its forward."""
+    for name, one in _named(kind):
+        if callable(one) and ("eager" in name or "eager" in getattr(one, "__name__", "")):
+            return one
+    return None
 
 
 def mask_of_chosen(
@@ -108,13 +148,14 @@ def mask_of_chosen(
     return mask.masked_fill(~seen, torch.finfo(mask.dtype).min)
 
 
-def _named(kind: type) -> Iterator[Any]:
-    """Yields the globals that are named in the forwards of a class and of its bases."""
+def _named(kind: type) -> Iterator[tuple[str, Any]]:
+    """Yields the globals, with names, that the forwards of a class and of its bases name."""
     for one in kind.__mro__:
         forward = inspect.unwrap(vars(one).get("forward", id))
         if isinstance(forward, FunctionType):
             names = forward.__code__.co_names
-            yield from (forward.__globals__[name] for name in names if name in forward.__globals__)
+            known = forward.__globals__
+            yield from ((name, known[name]) for name in names if name in known)
 
 
 def masks_before(config: Any) -> Callable[..., Any]:

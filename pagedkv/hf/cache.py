@@ -23,6 +23,7 @@ from pagedkv.pages.stats import CacheStats
 
 from .adapters import without_adapters
 from .attach import attach, detach
+from .before import require_replaceable
 from .forward_cache import Call
 from .images import on_device
 from .leased_rows import LeasedRows
@@ -92,6 +93,7 @@ class PagedCache(LeasedRows):
         attach(model)
         model = without_adapters(model)
         try:
+            require_replaceable(model)
             kv = pages_for(model, cache, plan, max_tokens, {**fields})
             self._start(model, kv, kind_of(model))
         except BaseException:

@@ -83,10 +83,15 @@ def _bare(code: Any) -> Any:
 
 
 def _is_known(code: Any) -> bool:
-    """Whether a class or function is of a known package; a wrapper may bear the name of another."""
+    """Whether a class or function is of a known package."""
+    return {home.partition(".")[0] for home in homes_of(code)} <= {*KNOWN, "builtins"}
+
+
+def homes_of(code: Any) -> set[str]:
+    """Returns the Python modules of a class or function; a wrapper may bear the name of another."""
+    code = _bare(code)
     homes = getattr(code, "__module__", None), getattr(code, "__globals__", {}).get("__name__")
-    known = {*KNOWN, "builtins"}
-    return all(home is None or home.partition(".")[0] in known for home in homes)
+    return {home for home in homes if home is not None}
 
 
 @contextmanager

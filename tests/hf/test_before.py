@@ -5,7 +5,9 @@ import pickle
 
 import pytest
 import torch
-from transformers import AttentionInterface
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.models.llama import modeling_llama
 
 from pagedkv import BatchGenerator
 from pagedkv.errors import UnsupportedModelError
@@ -116,6 +118,33 @@ def test_attention_of_ones_own_by_any_name():
     attach(model)
     assert torch.equal(model(ids, use_cache=False).logits, expected)
     detach(model)
+
+
+def doubled(module, query, *args, **terms):
+    return sdpa_attention_forward(module, 2 * query, *args, **terms)
+
+
+@pytest.mark.parametrize("door", [PagedCache, BatchGenerator])
+@pytest.mark.parametrize("name", ["doubled", "sdpa", "eager", "masks"])
+def test_attention_of_others_is_refused_where_ours_would_take_its_place(name, door, monkeypatch):
+    """Pages gave what the model would compute without it, and said nothing."""
+    model = tiny()
+    if name == "eager":
+        monkeypatch.setattr(modeling_llama, "eager_attention_forward", doubled)
+    elif name == "masks":
+        plain = AttentionInterface._global_mapping["sdpa"]
+        monkeypatch.setitem(AttentionInterface._global_mapping, name, plain)
+        monkeypatch.setitem(AttentionMaskInterface._global_mapping, name, doubled)
+    else:
+        monkeypatch.setitem(AttentionInterface._global_mapping, name, doubled)
+    model.set_attn_implementation(name)
+    said = f"attn_implementation: '{name}' of LlamaAttention calls {__name__}.doubled"
+    with pytest.raises(UnsupportedModelError, match=said):
+        door(model, **SIZES)
+    assert attention_of(model) == name
+    monkeypatch.undo()
+    model.set_attn_implementation("sdpa")
+    door(model, **SIZES).close()
 
 
 @torch.no_grad()
