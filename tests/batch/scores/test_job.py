@@ -100,10 +100,13 @@ def test_the_last_token_needs_no_room(model):
     assert does_not.error.startswith("continuation: the cache takes 32 tokens, got 5 before it")
 
 
-def test_logits_that_are_no_numbers_are_an_error():
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_logits_that_are_no_numbers_are_an_error(value):
+    """Beside an infinite logit all others had a log-probability of minus infinity."""
     model = tiny()
+    model.lm_head = torch.nn.Linear(model.lm_head.in_features, model.lm_head.out_features).eval()
     with torch.no_grad():
-        model.lm_head.weight[7] = torch.nan
+        model.lm_head.bias[7] = value
     with generator(model) as batched:
         scores = batched.score(CONTEXTS, EACH)
         assert_nothing_held(batched)
