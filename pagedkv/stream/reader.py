@@ -129,6 +129,10 @@ class FileReader:
             room -= part.nbytes
         return tuple(FileRun(self._numbers[run[0].source.file], tuple(run)) for run in joined)
 
+    def run_of(self, part: Part) -> FileRun:
+        """Returns a part as a run of its own."""
+        return FileRun(self._numbers[part.source.file], (part,))
+
     def announce(self, runs: Iterable[FileRun]) -> None:
         """Lets the system fetch runs into the file cache, all at once, before they are read."""
         if not hasattr(os, "posix_fadvise"):

@@ -6,8 +6,8 @@ others (`Conversion`). Only headers are read here.
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections.abc import Sequence
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from itertools import chain
@@ -78,12 +78,21 @@ class RowPieces:
         """Bytes of a row in a file."""
         return self.width * self.dtype.itemsize
 
-    def part(self, row: int, at: int) -> Part:
-        """Returns the bytes of a row as a part that is read to `at` in a buffer."""
-        number = bisect_right(self.first, row) - 1
-        piece = self.pieces[number]
-        offset = piece.offset + (row - self.first[number]) * self.row_bytes
-        return Part(piece.source, offset, self.row_bytes, at)
+    def parts(self, rows: Sequence[int]) -> Iterator[Part]:
+        """Yields the bytes of rows, ascending, as parts for a buffer that has these rows alone.
+
+        Neighbours are one part.
+        """
+        nbytes, begin = self.row_bytes, 0
+        for piece, first in zip(self.pieces, self.first):
+            stop = bisect_left(rows, first + piece.count // self.width)
+            while begin < stop:
+                end = begin + 1
+                while end < stop and rows[end] == rows[end - 1] + 1:
+                    end += 1
+                offset = piece.offset + (rows[begin] - first) * nbytes
+                yield Part(piece.source, offset, (end - begin) * nbytes, begin * nbytes)
+                begin = end
 
 
 @dataclass(frozen=True, slots=True)

@@ -267,8 +267,8 @@ class WeightStore:
             raise StreamError("the streamer of this model was closed")
         views, at = [], 0
         for source, offset, nbytes in ranges:
-            for run in self.reader.runs([Part(source, offset, nbytes, at)]):
-                self.reader.read(unit, run, self._scratch.bytes)
+            part = Part(source, offset, nbytes, at)
+            self.reader.read(unit, self.reader.run_of(part), self._scratch.bytes)
             views.append(self._scratch.tensor[at : at + nbytes])
             at += _padded(nbytes)
         return views
@@ -279,10 +279,10 @@ class WeightStore:
         Args:
             rows: row indices, ascending.
         """
-        nbytes = matrix.row_bytes
-        for run in self.reader.runs(matrix.part(row, i * nbytes) for i, row in enumerate(rows)):
-            self.reader.read("embedding", run, arena.bytes)
-        found = arena.tensor[: len(rows) * nbytes].view(matrix.dtype)
+        # One by one: with thousands of parts at once Python's garbage collector visits all objects.
+        for part in matrix.parts(rows):
+            self.reader.read("embedding", self.reader.run_of(part), arena.bytes)
+        found = arena.tensor[: len(rows) * matrix.row_bytes].view(matrix.dtype)
         return found.view(len(rows), matrix.width)
 
     def elements(self, name: str, like: Tensor, places: range) -> Tensor:
