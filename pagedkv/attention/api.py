@@ -173,11 +173,9 @@ def paged_attention(
     else:
         require_step(step, layer)
         require_bool("return_lse", return_lse)
-        for name, new in (("k", k), ("v", v)):
+        for name, new in (("k", k), ("v", v)):  # a `Call` without them only reads
             require_tensor(name, new)
         scoring = _terms(q, scale, softcap, sinks, alibi_slopes, distance_bias, tree)
-        require_tensor("k", k)  # a `Call` without K and V only reads
-        require_tensor("v", v)
         call = Call(q, k, v, step.at(layer), layer, scoring, return_lse)
         out, lse = _attend(call, step) if indices is None else _attend_chosen(call, indices)
     return (out, lse) if return_lse else out
@@ -207,6 +205,7 @@ def _operator(
     arguments, the compiler would clone the whole pool at each call.
     """
     step = open_steps[handle]
+    step.require_open()
     terms = _terms(q, scale, softcap, sinks, alibi_slopes, distance_bias)
     return _attend(Call(q, k, v, step.at(layer), layer, terms, return_lse=True), step)
 

@@ -61,7 +61,7 @@ class Call(NamedTuple):
     def bound(self) -> Any:
         """The work that a backend kept of the step's first call of this kind; None for none."""
         key = "bound", self.step.config.group_of.get(self.layer)
-        return self.step.kept(key) if self.step.state == "open" else None
+        return self.step.kept(key)
 
 
 class Chosen(NamedTuple):

@@ -20,7 +20,6 @@ from .call import Call
 def checked(call: Call) -> Call:
     """Checks a call and returns it with the window of the layer's group, for a backend."""
     q, k, v, step, layer, scoring, _ = call
-    step.require_open()
     group = step.group_of(layer)
     _check_q(q, step, group)
     if k is not None and v is not None:

@@ -1,5 +1,7 @@
 """Launches of a layer are bound for the layers after it, which compute the same bits."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -150,9 +152,11 @@ def test_a_step_that_is_over_serves_nobody():
     q, k, v = torch.randn(3, 2, G, D)
     with cache.step([cache.add()], num_new=2) as step:
         for layer in range(LAYERS):
-            paged_attention(q, k, v, step, layer)
-    with pytest.raises(ClosedStepError):
-        paged_attention(q, k, v, step, 1)
+            paged_attention(q, k, v, step, layer, return_lse=True)
+    compiled = torch.ops.pagedkv.paged_attention
+    for call in (partial(paged_attention, step=step), partial(compiled, handle=step.handle)):
+        with pytest.raises(ClosedStepError):
+            call(q, k, v, layer=1)
 
 
 def test_steps_that_are_watched_are_not_bound(bound_calls):
