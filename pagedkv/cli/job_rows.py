@@ -51,11 +51,6 @@ class JobRows:
         names = [name for name in every if other.get(name, ...) != mine.get(name, ...)]
         if not names:
             return
-        if "answer" in mine and not {"answer", "command"} & other.keys():  # which score's have
-            raise UsageError(
-                f"--out: {path} was written by an older pagedkv, whose rows have other columns; "
-                "finish it with that one, or give another file"
-            )
         parts = [f"{name}: {_said(other, name)} there, {_said(mine, name)} here" for name in names]
         raise UsageError(
             f"--out: {path} was written for another job ({'; '.join(parts)}); give another "
@@ -93,10 +88,7 @@ class JobRows:
         elif told:
             what = f"answers another prompt {index}, or with other options of its own"
         else:
-            what = (
-                "was written for another model, other prompts or options; the file does not say "
-                "which, older ones did not"
-            )
+            what = "was written for another job; no line of the file says for which"
         raise UsageError(f"--out: line {number} of {path} {what}; give another file")
 
 

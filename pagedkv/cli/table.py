@@ -39,12 +39,7 @@ def rows_beside(out: Path) -> Path:
     if suffix in TYPED:
         parquet_of("--out", out)
     # Readers of a folder of tables skip files whose names begin with a `_`.
-    rows, older = out.with_name(f"_{out.name}.jsonl"), out.with_name(f"{out.name}.jsonl")
-    if older.exists() and not rows.exists():
-        raise UsageError(
-            f"--out: {older} has rows of an older pagedkv; finish it with that one, or give "
-            "another file"
-        )
+    rows = out.with_name(f"_{out.name}.jsonl")
     if out.exists() and not rows.exists():
         raise UsageError(
             f"--out: {out} is there already, and {rows.name}, with its rows, is not; give another "

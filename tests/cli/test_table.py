@@ -224,12 +224,6 @@ def test_a_table_that_is_not_of_a_job_is_not_written_over(tmp_path):
     assert rows_beside(table) == tmp_path / "_prompts.csv.jsonl"
 
 
-def test_rows_that_an_older_version_left_beside_a_table_are_refused_by_name(tmp_path):
-    (tmp_path / "out.csv.jsonl").touch()
-    with pytest.raises(UsageError, match=r"out\.csv\.jsonl has rows of an older pagedkv; finish"):
-        rows_beside(tmp_path / "out.csv")
-
-
 def test_a_link_to_a_table_stays_a_link(tmp_path):
     link = tmp_path / "link.csv"
     link.symlink_to("table.csv")
