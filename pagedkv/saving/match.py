@@ -29,11 +29,6 @@ ByKind = dict[
 ]  # by kind of page: table columns, and the bytes of their pages
 
 
-# Version of the model fingerprints. Version 1 covered neither the configuration nor buffers.
-FINGERPRINTS = 2
-OLDER = ", a fingerprint as an older pagedkv made them: compute the text anew"
-
-
 class Saved(NamedTuple):
     """A file's sequence, checked against a cache's configuration and laid out in its page size.
 
@@ -84,8 +79,7 @@ class Found:
         """
         config, tensors = self._config, self._tensors
         with self._believed():
-            is_older = self.header.get("fingerprints") != FINGERPRINTS
-            self._read_size(fingerprint, OLDER * is_older)
+            self._read_size(fingerprint)
             length = self._length
             self._require_short(length)
             if config.staged and length and self._size != config.page_size:
@@ -142,17 +136,13 @@ class Found:
         ours = self._config.page_size
         return f"{self._name}: pages of {self._size} cannot become pages of {ours}"
 
-    def _read_size(self, fingerprint: bytes, what: str = "") -> None:
-        """Reads the lengths of the text and of a page; raises if model or shape differ.
-
-        Args:
-            what: added to the error if the file has another fingerprint.
-        """
+    def _read_size(self, fingerprint: bytes) -> None:
+        """Reads the lengths of the text and of a page; raises if model or shape differ."""
         header, name = self.header, self._name
         if header["model"] != fingerprint.hex():
             raise WrongModelError(
                 f"{name}: expected K and V of the model {fingerprint.hex() or '(unnamed)'}, "
-                f"got those of {header['model'] or '(unnamed)'!s:.200}{what}"
+                f"got those of {header['model'] or '(unnamed)'!s:.200}"
             )
         for what, ours in shape_of(self._config).items():
             theirs = header["shape"].get(what, []) if what == "states" else header["shape"][what]

@@ -29,7 +29,7 @@ from pagedkv.storage.states import StateStorage
 
 from . import format as files
 from . import state
-from .match import FINGERPRINTS, Found, Saved, shape_of
+from .match import Found, Saved, shape_of
 
 # ------------------------------------------------------------------ to a file
 
@@ -58,7 +58,6 @@ def save(
     if tables.states is not None and states is not None and length:
         tensors |= state.take_out(config, states, int(tables.states.slot[row]))
     header = {"model": fingerprint.hex(), "length": length, "page_size": size}
-    header["fingerprints"] = FINGERPRINTS
     version = files.VERSION if config.states else files.WITHOUT_STATES
     files.write(path, header | {"shape": shape_of(config)}, tensors, version)
 

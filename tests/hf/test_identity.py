@@ -10,7 +10,6 @@ from pagedkv import BatchGenerator, PagedCache, PagedKVCache
 from pagedkv.errors import WrongModelError
 from pagedkv.hf.fingerprint import AT_ONCE, ROW, fingerprint_of, sums_of
 from pagedkv.hf.model import cache_config
-from pagedkv.saving import format as files
 from tests.batch.generating import tokens_alone
 from tests.effort import few, slow
 from tests.hf.adapted import adapted, add
@@ -164,21 +163,6 @@ def test_exchanged_rows_of_a_small_table_are_seen(tmp_path):
         table[[one, two]] = table[[two, one]]
     found(model, tmp_path, [row])
     assert found(other, tmp_path, [row])[0] == [0]
-
-
-def test_a_file_of_an_older_fingerprint_is_refused_by_that_name(tmp_path):
-    model = tiny()
-    save_text(model, tmp_path / "text")
-    header, tensors = files.read(tmp_path / "text")
-    del header["sha256"], header["version"], header["fingerprints"]
-    files.write(tmp_path / "old", header, tensors)
-    PagedCache(model, **SIZES).kv.load(tmp_path / "old")  # of the same digest
-    files.write(tmp_path / "old", {**header, "model": "ab" * 32}, tensors)
-    with pytest.raises(WrongModelError, match="as an older pagedkv made them: compute the text"):
-        PagedCache(model, **SIZES).kv.load(tmp_path / "old")
-    with pytest.raises(WrongModelError) as refused:
-        PagedCache(tiny(), **SIZES).kv.load(tmp_path / "text")
-    assert "as an older" not in str(refused.value)
 
 
 # ---- a model that changes while its pages live
