@@ -19,7 +19,7 @@ def as_packed(name: str, tensor: Tensor, plan: AttentionPlan) -> Tensor:
         raise TypeError(f"plan: expected an AttentionPlan, got {type(plan).__name__}")
     require_tensor(name, tensor)
     each = plan.seqlen_q
-    if tensor.ndim == 4 and each is not None and tensor.shape[:2] == (plan.num_rows, each):
+    if tensor.ndim == 4 and tensor.shape[:2] == (plan.num_rows, each):
         tensor = tensor.flatten(0, 1)
     if tensor.ndim != 3 or tensor.shape[0] != plan.num_tokens:
         by_row = "" if each is None else f" or [{plan.num_rows}, {each}, heads, D]"

@@ -394,11 +394,24 @@ WRONG = {
     "fewer queries": (lambda x: {"q": x["q"][1:]}, ValueError, r"^q: .*\[3, heads, D\]"),
     "other heads": (lambda x: {"q": x["q"][:, 1:]}, ValueError, "^q: .*a multiple of 2"),
     "another head dim": (lambda x: {"q": x["q"][..., 16:]}, ValueError, "^q: .*D 32"),
-    "doubles": (lambda x: {"q": x["q"].double()}, TypeError, "^k_pages: .*torch.float64"),
+    "a list of queries": (lambda x: {"q": x["q"].tolist()}, TypeError, "^q: .*dense .*got list"),
+    "queries without heads": (lambda x: {"q": x["q"][:, 0]}, ValueError, r"^q: .*got \[3, 32\]"),
+    "doubles": (
+        lambda x: {name: tensor.double() for name, tensor in x.items()}, TypeError,
+        "^k_pages: .*torch.float64"),
     "halves": (lambda x: {"v_pages": x["v_pages"].half()}, TypeError, "^v_pages: .*float16 beside"),
     "queries elsewhere": (lambda x: {"q": x["q"].to("meta")}, ValueError, "^q: .*device cpu"),
     "queries that learn": (
         lambda x: {"q": x["q"].clone().requires_grad_()}, GradModeError, "^q: "),
+    "a list of pages": (lambda x: {"k_pages": [x["k_pages"]]}, TypeError, "^k_pages: .*got list"),
+    "pages without columns": (
+        lambda x: {"k_pages": x["k_pages"][..., 0]}, ValueError, r"^k_pages: .*\[6, 2, 16\]"),
+    "wider values": (
+        lambda x: {"v_pages": torch.zeros(6, 2, 16, 48)}, ValueError, "^v_pages: .*most 32 .*48"),
+    "pages elsewhere": (
+        lambda x: {"v_pages": x["v_pages"].to("meta")}, ValueError, "^v_pages: .*device cpu"),
+    "pages that learn": (
+        lambda x: {"v_pages": x["v_pages"].clone().requires_grad_()}, GradModeError, "^v_pages: "),
     "the other layout": (
         lambda x: {"k_pages": x["k_pages"].transpose(1, 2)}, ValueError,
         r"^k_pages: expected \[N, G, page_size, D\] of page_size 16, as kv_layout HND"),
@@ -420,6 +433,12 @@ WRONG = {
     "a window both ways": (
         lambda x: {"window_left": 3, "causal": False}, NotImplementedError, "^window_left: "),
     "a buffer of another shape": (lambda x: {"out": x["q"][1:]}, ValueError, "^out: .*shape"),
+    "a buffer in a list": (lambda x: {"out": [x["q"]]}, TypeError, "^out: .*dense .*got list"),
+    "a buffer with gaps": (
+        lambda x: {"out": x["q"].repeat(1, 1, 2)[..., :32]}, ValueError, "^out: .*contiguous"),
+    "a buffer elsewhere": (lambda x: {"out": x["q"].to("meta")}, ValueError, "^out: .*device cpu"),
+    "a buffer that learns": (
+        lambda x: {"out": x["q"].clone().requires_grad_()}, GradModeError, "^out: "),
     "a buffer of halves": (lambda x: {"out": x["q"].half()}, TypeError, "^out: .*torch.float16"),
     "sums of halves": (
         lambda x: {"lse": torch.empty(3, 6).half()}, TypeError, "^lse: .*got torch.float16"),
