@@ -10,7 +10,7 @@ from pagedkv.attention.own_checks import check_apart
 from tests.effort import examples, sampled
 
 
-def pools_in(memory, k_at, v_at, strides, shape=(3, 2, 4, 16), v_dim=16):
+def pools_in(memory, k_at, v_at, strides, shape, v_dim):
     """K and V pages `[N, G, P, D]` in one piece of memory, of which other slots may be.
 
     `strides` are those of both, or of each.
@@ -32,6 +32,7 @@ APART = {  # where K and V begin, strides of pages, heads and slots, and D of V
     "by page, of narrow values": (0, 128, ((192, 64, 16), (192, 32, 8)), 8),
     "by slot, of narrow values": (0, 32, ((192, 16, 48), (192, 8, 48)), 8),
     "by page, each in its order": (128, 0, ((256, 64, 16), (256, 16, 32)), 16),
+    "of a head, whose stride says nothing": (0, 64, ((128, 500, 16), (128, 0, 16)), 16),
 }
 ALIASED = {
     "one page": (0, 512, (0, 64, 16), 16, "^k_pages: expected slots with memory"),
@@ -47,11 +48,12 @@ ALIASED = {
 @pytest.mark.parametrize("which", [*APART, *ALIASED])
 def test_two_tokens_are_not_written_to_one_place_in_memory(which):
     k_at, v_at, strides, v_dim, *says = (APART | ALIASED)[which]
-    pools = pools_in(torch.zeros(2000), k_at, v_at, strides, v_dim=v_dim)
+    heads = 1 if "of a head" in which else 2
+    pools = pools_in(torch.zeros(2000), k_at, v_at, strides, (3, heads, 4, 16), v_dim)
     places = torch.tensor([[2, 1]]), torch.tensor([6])
     rest = {"page_size": 4, "kv_layout": "HND", "backend": "torch"}
     plan = AttentionPlan(*places, seqlen_q=6, **rest)
-    k, v = torch.randn(6, 2, 16), torch.randn(6, 2, v_dim)
+    k, v = torch.randn(6, heads, 16), torch.randn(6, heads, v_dim)
     if says:
         with pytest.raises(ValueError, match=says[0]):
             write_pages(k, v, *pools, plan)
@@ -65,7 +67,9 @@ def test_two_tokens_are_not_written_to_one_place_in_memory(which):
 
 @sampled
 def test_no_two_slots_that_are_taken_for_apart_share_an_element():
+    """A plan may get pages of one layout and of several sizes, one after another."""
     memory, source, apart = torch.arange(4000.0), random.Random(0), 0
+    plan = AttentionPlan(torch.zeros(1, 1).int(), torch.tensor([0]), page_size=1, backend="torch")
     for _ in range(examples(20000, 2000)):
         shape = [source.randint(1, 3) for _ in range(4)]
         steps = 0, 1, 2, 3, 4, 6, 9, 12, 18, 27
@@ -74,9 +78,6 @@ def test_no_two_slots_that_are_taken_for_apart_share_an_element():
         strides = k_strides, k_strides[:alike] + other[alike:]
         at, v_dim = (source.randint(0, 30), source.randint(0, 30)), source.randint(1, shape[3])
         k, v = pools_in(memory, *at, strides, shape, v_dim)
-        plan = AttentionPlan(
-            torch.zeros(1, 1).int(), torch.tensor([0]), page_size=1, backend="torch"
-        )
         try:
             check_apart(k, v, plan, latent=False)
         except ValueError:
