@@ -37,8 +37,8 @@ def bits(tensors: Sequence[Tensor]) -> list[bytes]:
 def some_of(tensor: Tensor) -> Tensor | None:
     """Returns `[n]`, at most `SAMPLES` elements from all over a tensor; nothing else is read.
 
-    None for a tensor without readable elements: it is empty, its bytes are elsewhere, or its class
-    is a special one.
+    None for a tensor without readable elements: its bytes are elsewhere, or its class is a special
+    one.
     """
     if type(tensor) not in (nn.Parameter, Tensor, nn.Buffer):
         try:
@@ -48,7 +48,7 @@ def some_of(tensor: Tensor) -> Tensor | None:
             return None
         if not is_plain:
             return None
-    if tensor.is_meta or tensor.layout != torch.strided or not tensor.numel():
+    if tensor.is_meta or tensor.layout != torch.strided:
         return None
     if not tensor.is_contiguous():
         return tensor[_grid(tensor.shape)].reshape(-1)
@@ -84,7 +84,7 @@ def _grid(shape: Sequence[int]) -> tuple[slice, ...]:
     """Selects at most `SAMPLES` elements of a tensor with any layout in memory."""
     left, cuts = SAMPLES, []
     for i, size in enumerate(shape):
-        count = min(size, max(1, round(left ** (1 / (len(shape) - i)))))
+        count = min(size, round(left ** (1 / (len(shape) - i))))
         cuts.append(slice(0, None, -(-size // count)))
         left //= count
     return tuple(cuts)

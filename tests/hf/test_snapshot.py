@@ -46,6 +46,14 @@ class Opaque(torch.Tensor):
         raise NotImplementedError(f"{func} of {cls}")
 
 
+class Sealed(Opaque):
+    """One that no operation is told of."""
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        raise RuntimeError(f"{func} of {cls}")
+
+
 class Halves(Opaque):
     """One that says what it is made of."""
 
@@ -118,6 +126,7 @@ def test_tensors_that_have_no_elements_here_are_passed_over():
         sparse=torch.eye(5).to_sparse(),
         opaque=Opaque(torch.randn(3, 2), torch.randn(3, 2)),
     )
+    module.register_buffer("sealed", Sealed(torch.randn(3, 2), torch.randn(3, 2)))
     before = snapshot(module)
     assert {seen.bits for name, seen in before.items()} == {b""}
     assert not is_stale(before, snapshot(module))
@@ -150,13 +159,15 @@ def test_a_look_copies_a_few_elements_of_a_tensor_that_lies_anyhow():
         assert 0 < copies.most <= SAMPLES * 4
 
 
-def test_samples_of_a_matrix_lie_in_many_rows_and_columns():
-    weight = torch.arange(576 * 576, dtype=torch.int64).view(576, 576)
+@pytest.mark.parametrize("size", [576, 64])
+def test_samples_of_a_matrix_lie_in_many_rows_and_columns(size):
+    weight = torch.arange(size * size, dtype=torch.int64).view(size, size)
     (some,) = bits([weight])
     at = torch.frombuffer(bytearray(some), dtype=torch.int64)
-    assert len(set((at // 576).tolist())) == len(set((at % 576).tolist())) == SAMPLES
-    spread = (at % 576).sort().values.diff()
-    assert spread.max() < 3 * 576 / SAMPLES
+    assert len(set((at // size).tolist())) >= SAMPLES - 1
+    assert len(set((at % size).tolist())) == SAMPLES
+    spread = (at % size).sort().values.diff()
+    assert spread.max() < 3 * size / SAMPLES
 
 
 def test_a_tie_is_one_change_and_parameters_in_one_storage_are_two():
