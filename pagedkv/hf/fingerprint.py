@@ -21,8 +21,9 @@ from transformers import PreTrainedConfig, PreTrainedModel, __version__
 from pagedkv.cache.identity import Identity
 from pagedkv.pages.salts import Salt, first_of, with_first
 
-from .adapters import Held, acting, salted, state_of, tensors_of
+from .adapters import Held, acting, parts_of, salted, state_of, tensors_of
 from .carried import carried_by
+from .foreign_code import foreign_code
 from .foreign_hooks import foreign_hook, hooks_of
 from .samples import bits, places_of, some_of
 from .shards import of_rank
@@ -43,10 +44,11 @@ def fingerprint_of(model: PreTrainedModel) -> bytes:
     """Returns a digest, 32 bytes, of all that a model's K and V depend on besides the ids.
 
     These are its class and configuration, its parameters, the buffers that it saves and computes,
-    and the active adapters. It is equal in every process, on any device, in memory and streamed:
-    elements that a `LayerStreamer` brings are read from their files. Only some elements of each
-    tensor are read: the digest tells models apart, not forgeries. Weights that another library
-    offloaded, or packed into an object of its own, cannot be read; then the digest is empty.
+    the numbers that its modules keep, such as scales, and the active adapters. It is equal in every
+    process, on any device, in memory and streamed: elements that a `LayerStreamer` brings are read
+    from their files. Only some elements of each tensor are read: the digest tells models apart, not
+    forgeries. Weights that another library offloaded, or packed into an object of its own, cannot
+    be read; then the digest is empty.
     """
     # Copied, because a step of another thread may put a forward into a module meanwhile.
     owned = (own for module in model.modules() for own in vars(module).copy().values())
@@ -58,6 +60,7 @@ def fingerprint_of(model: PreTrainedModel) -> bytes:
         return b""
     kinds = [[each.name, str(each.tensor.dtype), list(each.tensor.shape)] for each in held]
     settings, paths, carried = carried_by(model)
+    settings += _numbers(model)
     facts = [type(model).__name__, _told(model.config), adapters, kinds, *settings]
     digest = sha256(json.dumps(facts, sort_keys=True).encode())
     digest.update(of_rank(model, b""))
@@ -121,6 +124,22 @@ def _told(value: Any) -> Any:
     return str(value) if isinstance(value, (torch.dtype, Number)) else str(type(value))
 
 
+def _numbers(model: PreTrainedModel) -> list[str]:
+    """Returns the numbers that modules compute with besides tensors, such as scales."""
+    return sorted(
+        f"{part.path} {name} {own!r}"
+        for part in parts_of(model, adapters=False)
+        if not part.of_adapter
+        for name, own in vars(part.module).copy().items()
+        if type(own) is float
+    )
+
+
+def _others(model: PreTrainedModel) -> Any:
+    """Returns what changes K and V besides tensors: hooks and code of others, modules' numbers."""
+    return hooks_of(model), foreign_code(model), _numbers(model)
+
+
 def _held(model: PreTrainedModel, adapters: list[Any]) -> list[Held]:
     """Returns parameters and buffers in the order of their names, without inactive adapters'."""
     names = {name for _, own, *_ in adapters for name, *_ in own}
@@ -164,7 +183,7 @@ class ModelIdentity(Identity):
         super().__init__(made + rounded)
         self.model = weakref.ref(model)
         self.given, self.rounded = given, rounded
-        self._seen, self._hooks = snapshot(model), hooks_of(model)
+        self._seen, self._others = snapshot(model), _others(model)
         self._sums: tuple[Snapshot, bytes] | None = None
 
     def fingerprint(self) -> bytes:
@@ -176,7 +195,8 @@ class ModelIdentity(Identity):
 
     def weights(self) -> bytes:
         model = self.model()
-        if model is None or foreign_hook(model):  # nobody knows what a hook computes
+        # Nobody knows what a hook computes, or whether code of others will be the same again.
+        if model is None or foreign_hook(model) or foreign_code(model):
             return b""
         fingerprint = fingerprint_of(model)
         if not fingerprint:
@@ -196,7 +216,7 @@ class ModelIdentity(Identity):
         model = self.model()
         if model is None:
             return
-        now, hooks = snapshot(model), hooks_of(model)
-        if hooks != self._hooks or is_stale(self._seen, now):
+        now, others = snapshot(model), _others(model)
+        if others != self._others or is_stale(self._seen, now):
             forget()
-        self._seen, self._hooks = now, hooks
+        self._seen, self._others = now, others

@@ -203,6 +203,27 @@ def test_a_model_with_a_hook_neither_finds_nor_stores(tmp_path):
 
 
 @torch.no_grad()
+def test_code_of_others_neither_finds_nor_stores_and_numbers_of_modules_make_another_model(
+    tmp_path,
+):
+    """A prefix was found that a model of the same tensors had computed otherwise."""
+    model, (row,) = tiny(), prompts(140)
+    found(model, tmp_path, [row])
+    left, own = sorted(tmp_path.iterdir()), model.model.layers[0].mlp
+    own.forward = lambda hidden: 1.5 * type(own).forward(own, hidden)
+    expected = tokens_alone(model, row, **OPTIONS)
+    assert found(model, tmp_path, [row]) == ([0], [expected])
+    assert sorted(tmp_path.iterdir()) == left
+    del own.forward
+    assert found(model, tmp_path, [row])[0] == [128]
+    before = fingerprint_of(model)
+    model.model.layers[0].self_attn.scaling *= 2
+    assert fingerprint_of(model) != before
+    expected = tokens_alone(model, row, **OPTIONS)
+    assert found(model, tmp_path, [row]) == ([0], [expected])
+    assert found(model, tmp_path, [row]) == ([128], [expected])
+
+
 def test_an_adapter_swapped_under_its_name_is_another_model(tmp_path):
     model, (row,) = adapted(tiny()), prompts(140)
     whole = model.get_base_model()

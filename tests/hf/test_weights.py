@@ -1,6 +1,7 @@
 """Weights that change between calls: what was computed with others is not found any more."""
 
 import ctypes
+from types import MethodType
 
 import pytest
 import torch
@@ -78,6 +79,38 @@ def test_a_write_to_weights_that_torch_keeps_no_count_of_is_noticed():
         model.model.layers[0].self_attn.v_proj.weight.mul_(-1.5)
 
     assert_noticed(model, change)
+
+
+def twice(forward):
+    return lambda module, hidden: 2 * forward(module, hidden)
+
+
+def forward_replaced(model, monkeypatch):
+    mlp = model.model.layers[0].mlp
+    mlp.forward = MethodType(twice(type(mlp).forward), mlp)
+
+
+def class_replaced(model, monkeypatch):
+    norm = model.model.layers[0].input_layernorm
+    norm.__class__ = type("Doubled", (type(norm),), {"forward": twice(type(norm).forward)})
+
+
+def forward_of_a_class_replaced(model, monkeypatch):
+    kind = type(model.model.layers[0].mlp)
+    monkeypatch.setattr(kind, "forward", twice(kind.forward))
+
+
+def number_replaced(model, monkeypatch):
+    model.model.layers[0].self_attn.scaling *= 3
+
+
+CODES = [forward_replaced, class_replaced, forward_of_a_class_replaced, number_replaced]
+
+
+@pytest.mark.parametrize("change", CODES)
+def test_code_of_others_and_numbers_of_modules_are_noticed(change, monkeypatch):
+    model = tiny()
+    assert_noticed(model, lambda: change(model, monkeypatch))
 
 
 @pytest.mark.filterwarnings("ignore:model. .* has the forward hook")
