@@ -52,14 +52,17 @@ class Job:
             turns.ask(rows)
             with lock:
                 turns.begin(rows)
-                self._begin()
+                is_stale = self._begin()
                 turns.end(rows)
             while True:
-                self._sync.begin_turn(self._is_over)
+                self._sync.begin_turn(self._is_over, is_stale)
+                is_stale = False
                 self._read_on()
                 turns.ask(rows)
                 with lock:  # jobs of several threads take turns
                     turns.begin(rows)
+                    if self._sync.is_stale:
+                        self._packed.kv.clear_prefixes()
                     ended = self._timed()
                     turns.end(rows, waits=ended == [] and not rows.running)
                     if ended is None:
@@ -86,13 +89,18 @@ class Job:
         if self._source.error is not None:
             raise self._source.error
 
-    def _begin(self) -> None:
-        """Checks the model's weights: if they have changed, no earlier prefix is found."""
+    def _begin(self) -> bool:
+        """Checks the model's weights: if they have changed, no earlier prefix is found.
+
+        Returns:
+            Whether they have changed on this rank.
+        """
         self._packed.require_same_kind()
-        self._packed.forget_stale()
+        is_stale = self._packed.forget_stale()
         self._adapters = self._packed.adapters()
         if self._runner.graphs is not None:
             self._runner.graphs.forget_stale()
+        return is_stale
 
     def _timed(self) -> list[Any] | None:
         """Runs a turn, and adds its time and counts to the statistics."""

@@ -195,16 +195,26 @@ class PackedModel:
         """Separates the prefixes of models that use the same pages."""
         take_over(self.kv, self.model, self._rounded)
 
-    def forget_stale(self) -> None:
+    def forget_stale(self) -> bool:
         """Forgets cached prefixes if weights have changed since last asked; see `fingerprint.py`.
 
         Packed weights that have changed are packed anew.
+
+        Returns:
+            Whether it forgot them.
         """
         self.take_over()
-        self.kv.identity.forget_stale(self.kv.clear_prefixes)
+        forgotten = list[bool]()
+
+        def forget() -> None:
+            self.kv.clear_prefixes()
+            forgotten.append(True)
+
+        self.kv.identity.forget_stale(forget)
         if self._weights is not None:
             self._weights.refresh()
             self._warn_unpacked()
+        return bool(forgotten)
 
     def _warn_unpacked(self) -> None:
         if self._asked_to_pack and self._weights is not None:

@@ -28,10 +28,11 @@ class RankSync:
 
     Attributes:
         is_over: whether the time for the job was over when this turn began.
+        is_stale: whether another rank may have forgotten prefixes since the last turn.
         at_once: prompts that become rows together.
     """
 
-    is_over = False
+    is_over = is_stale = False
     at_once = 1
 
     def begin(self) -> None:
@@ -40,11 +41,12 @@ class RankSync:
     def end(self) -> None:
         """Ends the job on this rank, also if it never began. The others are not told."""
 
-    def begin_turn(self, is_over: bool) -> None:
+    def begin_turn(self, is_over: bool, is_stale: bool) -> None:
         """Meets the other ranks.
 
         Args:
             is_over: whether this rank finds that the time for the job is over.
+            is_stale: whether it has forgotten prefixes, because its model has changed.
         """
         self.is_over = is_over
 
@@ -95,7 +97,7 @@ class ManyRanks(RankSync):
         self._interrupts.end()
         self._ranks.leave()
 
-    def begin_turn(self, is_over: bool) -> None:
+    def begin_turn(self, is_over: bool, is_stale: bool) -> None:
         """See `RankSync`.
 
         Raises:
@@ -103,7 +105,8 @@ class ManyRanks(RankSync):
             OtherRankError: the job of one of them ended by an error.
         """
         over = is_over and self._ranks.is_first
-        pressed, self.is_over, failed = map(bool, self._ranks.most(self._interrupts.count, over, 0))
+        told = self._ranks.most(self._interrupts.count, over, 0, is_stale)
+        pressed, self.is_over, failed, self.is_stale = map(bool, told)
         self._is_met = True
         if failed:
             said = [(i, text) for i, text in enumerate(self._ranks.gather("")) if text]
@@ -126,7 +129,7 @@ class ManyRanks(RankSync):
         heard = isinstance(error, OtherRankError)
         if not self._is_met and isinstance(error, Exception) and not heard:
             self._is_met = True
-            self._ranks.most(0, 0, 1)
+            self._ranks.most(0, 0, 1, 0)
             self._ranks.gather(f"{type(error).__name__}: {error}")
 
     def read(self, source: PromptQueue, most: int, reading: AbstractContextManager[Any]) -> None:

@@ -12,6 +12,8 @@ from dataclasses import asdict
 from typing import Any
 from unittest import mock
 
+import torch
+
 from pagedkv import BatchGenerator
 from pagedkv.batch import options as batch_options
 from pagedkv.storage import memory
@@ -213,6 +215,17 @@ def interrupted(folder: str, prompts: Sequence[Any], pressed: Sequence[int]) -> 
         again = batched.generate(prompts[:1], **LAST)
         assert not again[0].error
     return [asdict(one) for one in results], batched.stats.steps
+
+
+def changed(folder: str, prompts: Sequence[Any]) -> list[Any]:
+    """Weights that are written on the last rank alone, as an edit of one rank's part would."""
+    with generator(folder) as batched:
+        found = [batched.generate(prompts, **LAST) for _ in range(2)]
+        if rank():
+            with torch.no_grad():
+                batched.model.model.norm.weight.add_(0)
+        found.append(batched.generate(prompts, **LAST))
+    return [[(one.tokens, one.cached_tokens) for one in results] for results in found]
 
 
 def slowly(folder: str, prompts: Sequence[Any]) -> list[Any]:

@@ -95,6 +95,14 @@ def test_ctrl_c_on_any_rank_ends_all_at_the_same_step(llama, pressed):
     assert steps < 100
 
 
+def test_prefixes_that_one_rank_forgets_are_forgotten_by_all(llama):
+    # Alone finds: steps of other tokens on each rank, which meet at random.
+    first, again, behind = on_all(2, "changed", llama, asked(3))
+    assert [tokens for tokens, _ in first] == [tokens for tokens, _ in behind]
+    assert [cached for _, cached in first] == [cached for _, cached in behind]
+    assert sum(cached for _, cached in again) > sum(cached for _, cached in behind)
+
+
 def test_prompts_of_an_iterator_are_read_alike(llama):
     ids = asked(40)
     results = on_all(2, "slowly", llama, ids)
