@@ -278,7 +278,9 @@ class Costs:
         width += grams * (getattr(c, "ple_embed_dim", None) or c.hidden_size)
         return placement.step_tokens * width * self.wide
 
-    def host(self, placement: Placement, held: Sequence[int], head_held: bool) -> dict[str, int]:
+    def host(
+        self, placement: Placement, held: Sequence[int], head_held: bool, embedding_held: bool
+    ) -> dict[str, int]:
         """Counts the bytes in host memory: weights held there, and buffers for the others."""
         streamed, slotted = set(self.streamed(placement)), self.slotted(placement)
         reads = bool(streamed - set(held)) or not (placement.head or head_held)
@@ -298,6 +300,8 @@ class Costs:
         return {
             "held layers": pinned,
             "held head": self.shape.head_bytes if head_held else 0,
+            # One that is tied to the head is held with it.
+            "held embedding": self.shape.embedding if embedding_held and self.shape.head else 0,
             # On a CPU, files are read directly into the ring.
             "staging": RING_DEPTH * self.slot(placement) if reads and self.asked.cuda else 0,
             **passing,

@@ -23,6 +23,7 @@ class Outcome(Given):
     placement: Placement
     host_layers: tuple[int, ...]
     head_in_host: bool
+    embedding_in_host: bool
     ring_slot: int
     device: str
     device_bytes: dict[str, int]

@@ -21,6 +21,8 @@ class MemoryPlan(Outcome):
         host_layers: layers whose streamed parts host memory holds for good, on a card also their
             experts that come alone; other layers are read from disk in every pass.
         head_in_host: whether host memory holds the head as well.
+        embedding_in_host: whether it holds an embedding that is not on the device; else each pass
+            reads the rows of its tokens from the file.
         ring_slot: bytes of a slot of the ring; 0 without one.
         device_bytes: bytes on the device, by item.
         host_bytes: bytes on the host, by item.
@@ -49,8 +51,8 @@ class MemoryPlan(Outcome):
             "model streams device device_memory host_memory device_bytes unused host_bytes batch "
             "length max_tokens bytes_per_token states bytes_per_state step_tokens verify_width "
             "ring_depth ring_slot head_rows embedding_resident tables_resident head_resident "
-            "resident_layers host_layers head_in_host streamed_bytes disk_bytes gpu link_gbps "
-            "memory_gbps compute_tflops ranks largest_batch expert_slots"
+            "resident_layers host_layers head_in_host embedding_in_host streamed_bytes disk_bytes "
+            "gpu link_gbps memory_gbps compute_tflops ranks largest_batch expert_slots"
         )
         return {
             **{name: getattr(self, name) for name in names.split()},

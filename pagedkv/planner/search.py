@@ -187,17 +187,18 @@ def _plan(shape: ModelShape, asked: Asked) -> MemoryPlan:
     costs = Costs(shape, asked)
     placement = place(costs)
     tokens = _pool(costs, placement)
-    held, head_held = _hold(costs, placement)
+    held, head_held, embedding_held = _hold(costs, placement)
     return MemoryPlan(
         shape=shape,
         cache=costs.cache(placement.step_tokens, tokens),
         placement=placement,
         host_layers=held,
         head_in_host=head_held,
+        embedding_in_host=embedding_held,
         ring_slot=costs.slot(placement),
         device="cuda" if asked.cuda else "cpu",
         device_bytes=costs.device(placement, tokens),
-        host_bytes=costs.host(placement, held, head_held),
+        host_bytes=costs.host(placement, held, head_held, embedding_held),
         **{field.name: getattr(asked, field.name) for field in fields(Given)},
     )
 
@@ -217,20 +218,30 @@ def _pool(costs: Costs, placement: Placement) -> int:
     return page * (high if fits(high) else largest(fits, asked.wanted // page, high))
 
 
-def _hold(costs: Costs, placement: Placement) -> tuple[tuple[int, ...], bool]:
-    """Returns which streamed layers stay in host memory for good, and whether the head does."""
+def _hold(costs: Costs, placement: Placement) -> tuple[tuple[int, ...], bool, bool]:
+    """Returns which streamed layers host memory holds, and whether the head and the embedding.
+
+    The embedding comes last: a pass reads all of each layer, but few rows of the embedding. One
+    that is tied is the head.
+    """
     memory = costs.asked.host_memory
     away = costs.away(placement)
     if memory is None:
-        return (), False
+        return (), False, False
+
+    def fits(held: tuple[int, ...], head: bool, embedding: bool = False) -> bool:
+        return sum(costs.host(placement, held, head, embedding).values()) <= memory
+
     for head in (True, False):
         if head and placement.head:
             continue
         for count in range(len(away), -1, -1):
             held = tuple(away[i] for i in spread(count, len(away)))
-            if sum(costs.host(placement, held, head).values()) <= memory:
-                return held, head
-    raise Short("host_memory", costs.host(placement, (), False))
+            if fits(held, head):
+                all_held = count == len(away) and head != placement.head
+                embedding = all_held and not placement.embedding and fits(held, head, True)
+                return held, head, embedding if costs.shape.head else head
+    raise Short("host_memory", costs.host(placement, (), False, False))
 
 
 def _chunks(shape: ModelShape) -> list[int]:

@@ -226,6 +226,7 @@ def _host_notes(plan: Outcome) -> dict[str, str]:
     return {
         "held layers": f"{len(streamed & set(plan.host_layers))} of {len(streamed)} that stream"
         + ("; others are on disk" if plan.disk_bytes else ""),
+        "held embedding": "each pass takes its rows from here",
         "held experts": f"those of {of_experts} of {sum(map(bool, with_experts))} layers",
         "staging": "what is read lands here",
         "staging of experts": "those that a layer lacks, and two layers of a pass that needs more",

@@ -1,7 +1,7 @@
-"""An embedding that stays in its file and a head that passes through the ring.
+"""An embedding that stays in its file or in host memory, and a head that passes through the ring.
 
-The embedding's own forward runs over the rows of the call's ids, gathered from the file. The head
-is a linear map: it runs over blocks of its rows and concatenates their logits.
+The embedding's own forward runs over the rows of the call's ids, gathered on the host. The head is
+a linear map: it runs over blocks of its rows and concatenates their logits.
 """
 
 from __future__ import annotations
@@ -22,12 +22,13 @@ from .weights import Unit, WeightStore
 
 
 class EmbeddingRows:
-    """Serves an embedding from its file.
+    """Serves an embedding from its file, or from host memory.
 
     Args:
         site: the site of the embedding's weight.
         name: the weight's name in the store.
         device: the device that gathered rows are sent to.
+        table: the embedding in host memory; None if its rows are read from the file.
     """
 
     def __init__(
@@ -37,6 +38,7 @@ class EmbeddingRows:
         name: str,
         device: torch.device,
         stats: StreamStats,
+        table: Tensor | None,
     ) -> None:
         module = site.owner
         if not isinstance(module, nn.Embedding):
@@ -46,8 +48,9 @@ class EmbeddingRows:
         self._store, self._device, self._stats = store, device, stats
         self._rows = store.rows_of(name, module.embedding_dim)
         self._site, self._padding = site, module.padding_idx
-        self._count = module.num_embeddings
-        self._arena = HostArena(1)
+        self._count, self._table = module.num_embeddings, table
+        self._row_bytes = self._rows.row_bytes if table is None else table[0].nbytes
+        self._staging = HostArena(1)
         # It only names a row without gradient, and would be compared with indices of gathered rows.
         module.padding_idx = None
         self.module, self._forward = module, module.forward
@@ -57,27 +60,40 @@ class EmbeddingRows:
         self._site.require_empty()
         found, places = torch.unique(ids.cpu(), return_inverse=True)
         try:
-            self._site.set(self._site.like(self._gather(found.tolist())))
+            self._site.set(self._site.like(self._gather(found, ids.numel())))
             return self._forward(places.to(ids.device), *args, **kwargs)
         finally:
             self._site.set(self._site.empty)
 
-    def _gather(self, rows: list[int]) -> Tensor:
-        if rows and not 0 <= rows[0] <= rows[-1] < self._count:
-            raise IndexError(
-                f"input_ids: expected ids below {self._count}, got "
-                f"{rows[0] if rows[0] < 0 else rows[-1]}"
-            )
-        size = self._rows.row_bytes * len(rows)
-        if size > len(self._arena.bytes):
-            self._arena = HostArena(size)
-        values = self._store.read_rows(self._rows, rows, self._arena)
-        self._stats.bytes_read += size
+    def _gather(self, rows: Tensor, most: int) -> Tensor:
+        """Returns rows of these ascending indices, on the device.
+
+        Args:
+            most: how many rows a call of this width can want; so many have memory from now on.
+        """
+        if len(rows) and not 0 <= rows[0] <= rows[-1] < self._count:
+            wrong = rows[0] if rows[0] < 0 else rows[-1]
+            raise IndexError(f"input_ids: expected ids below {self._count}, got {wrong}")
+        size = self._row_bytes * min(most, self._count)
+        if size > len(self._staging.bytes):
+            self._staging.close()
+            self._staging = HostArena(size, pin=self._device.type == "cuda")
+        if self._table is None:
+            values = self._store.read_rows(self._rows, rows.tolist(), self._staging)
+            self._stats.bytes_read += values.nbytes
+        else:
+            values = self._staging.tensor[: len(rows) * self._row_bytes].view(self._table.dtype)
+            values = values.view(len(rows), self._rows.width)
+            torch.index_select(self._table, 0, rows, out=values)
+        # The copy waits, because the next call gathers into the same memory.
         return values.to(self._device, self._site.empty.dtype)
 
     def close(self) -> None:
-        """Gives the embedding its padding back."""
+        """Gives the embedding its padding back, and frees host memory. Idempotent."""
         self.module.padding_idx = self._padding
+        self._table = None
+        self._staging.close()
+        self._staging = HostArena(1)
 
 
 def head_units(store: WeightStore, head: TensorSite, name: str, rows: int) -> list[Unit]:

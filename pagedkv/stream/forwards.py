@@ -72,8 +72,8 @@ class Passes:
             for i, unit in enumerate(places.units)
         ]
         self._undo: list[Callable[[], None]] = []
-        for site in places.by_row:
-            rows = EmbeddingRows(store, site, places.source(site.name), device, stats)
+        for site, table in places.by_row:
+            rows = EmbeddingRows(store, site, places.source(site.name), device, stats, table)
             self._undo.append(rows.close)
             self._wrap(rows.module, rows.forward)
         for index, (layer, sites) in enumerate(places.layers):

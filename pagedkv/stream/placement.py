@@ -39,7 +39,8 @@ class Wanted:
         tables: whether tables larger than the embedding stay there; else their rows are read.
         head: whether the head stays on the device.
         head_rows: rows of a streamed head in one block.
-        head_in_host: whether a streamed head stays in host memory.
+        head_in_host: whether a streamed head stays in host memory, with an embedding tied to it.
+        embedding_in_host: whether an embedding that is not on the device stays in host memory.
         depth: slots of the ring.
         expert_slots: how many experts of a layer stay in memory; others come when they are routed
             to. 0: layers are read as a whole.
@@ -55,6 +56,7 @@ class Wanted:
     head: bool = True
     head_rows: int = 0
     head_in_host: bool = False
+    embedding_in_host: bool = False
     depth: int = RING_DEPTH
     expert_slots: int = 0
     alone: float = MOST_ALONE
@@ -77,6 +79,7 @@ class Wanted:
             head=plan.head_resident,
             head_rows=plan.head_rows,
             head_in_host=plan.head_in_host,
+            embedding_in_host=plan.embedding_in_host,
             depth=plan.ring_depth or RING_DEPTH,
             expert_slots=plan.expert_slots,
             alone=plan.alone,
@@ -91,11 +94,12 @@ class Places:
         units: units that pass through the ring, in the order of a pass: layers, then blocks of the
             head.
         layers: for each unit that is a layer, the module and the sites of its tensors.
-        held: host memory of units that stay there, by index of the unit.
+        held: the bytes of units that stay in host memory, by index of the unit.
         experts: modules whose experts are read when they are routed to, and their `Experts`.
         expert_units: for each of these modules, a unit of all its experts, and its sites.
-        held_experts: host memory of these units if they stay there, by index.
-        by_row: the sites of embeddings whose rows are read when they are looked up.
+        held_experts: the bytes of these units if they stay in host memory, by index.
+        by_row: the sites of embeddings whose rows are gathered when they are looked up, and the
+            embedding if it stays in host memory.
         head: the site of the head's weight, if that is not resident.
 
     Raises:
@@ -117,14 +121,15 @@ class Places:
         require_supported(wanted.expert_slots, found, model, device)
         self.units: list[Unit] = []
         self.layers: list[tuple[nn.Module, list[TensorSite]]] = []
-        self.held: dict[int, HostArena] = {}
+        self._pinned: list[HostArena] = []
+        self.held: dict[int, Tensor] = {}
         self.experts: list[tuple[nn.Module, Experts]] = []
         self.expert_units: list[tuple[Unit, list[TensorSite]]] = []
-        self.held_experts: dict[int, HostArena] = {}
-        self._staging = Staging(device) if needs_slots(device) else None
+        self.held_experts: dict[int, Tensor] = {}
+        self._staging = Staging(device) if has_own_memory(device) else None
         self._mappings = most_mappings()  # left for rows of experts
         self._wide = WideMemory() if wanted.all_fit and not self._staging else None
-        self.by_row: list[TensorSite] = []
+        self.by_row: list[tuple[TensorSite, Tensor | None]] = []
         self.head: TensorSite | None = None
         make_absent(
             model,
@@ -139,7 +144,7 @@ class Places:
         if wanted.tables:
             groups[GLUE] += tables
         else:
-            self.by_row += tables
+            self.by_row += [(site, None) for site in tables]
         self._place_glue(self._to_fill(groups[GLUE]), wanted)
 
     def close(self) -> None:
@@ -148,10 +153,12 @@ class Places:
             self._staging.close()
         for _, experts in self.experts:
             experts.close()
-        for held in (self.held, self.held_experts):
-            for arena in held.values():
-                arena.close()
-            held.clear()
+        for arena in self._pinned:
+            arena.close()
+        self._pinned.clear()
+        self.held.clear()
+        self.held_experts.clear()
+        self.by_row.clear()
         self.give_back()
 
     def give_back(self) -> None:
@@ -178,7 +185,7 @@ class Places:
     def _place_layer(
         self, index: int, layer: nn.Module, sites: list[TensorSite], wanted: Wanted
     ) -> None:
-        cpu = self._device.type == "cpu"  # a CPU computes in host memory
+        cpu = not has_own_memory(self._device)
         if wanted.expert_slots:
             sites = self._without_experts(index, layer, sites, wanted)
         unit = self._unit(f"layer {index}", sites)
@@ -186,7 +193,7 @@ class Places:
             self._read_for_good(unit, sites)
             return
         if index in wanted.host:
-            self.held[len(self.units)] = self._read(unit, pin=True)
+            self.held[len(self.units)] = self._hold(unit)
         self.units.append(unit)
         self.layers.append((layer, sites))
 
@@ -203,7 +210,7 @@ class Places:
                 files = ExpertFiles(name, mine, sources, self._store, self._stats)
                 number = len(self.expert_units)
                 if self._staging and index in wanted.host:
-                    self.held_experts[number] = self._read(unit, pin=True)
+                    self.held_experts[number] = self._hold(unit)
                 self.expert_units.append((unit, mine))
                 experts = self._of_module(module, files, wanted.expert_slots, number)
                 self.experts.append((module, experts))
@@ -217,31 +224,43 @@ class Places:
             moves = needed <= self._mappings
             self._mappings -= needed * moves
             return RowExperts(files, slots, self._stats, self._wide, moves)
-        arena = self.held_experts.get(number)
-        home = None if arena is None else self.expert_views(number, arena.tensor)
+        held = self.held_experts.get(number)
+        home = None if held is None else self.expert_views(number, held)
         return SlottedExperts(files, slots, self._stats, module, self._staging, home)
 
     def _place_glue(self, glue: list[TensorSite], wanted: Wanted) -> None:
         first, last = ends_of(self._model)
         embedding = wanted.embedding
-        head = wanted.head or (wanted.head_in_host and self._device.type == "cpu")
-        if getattr(first, "weight", None) is getattr(last, "weight", None):
+        head = wanted.head or (wanted.head_in_host and not has_own_memory(self._device))
+        tied = getattr(first, "weight", None) is getattr(last, "weight", None)
+        if tied:
             embedding = head = embedding or head  # one tensor, resident for both or neither
-        if not embedding:
-            self.by_row.append(self._weight_of(first))
+        held = None
         if not head:
             self.head = self._weight_of(last)
-            self._place_head(self.head, wanted)
-        elsewhere = {site.name for site in (*self.by_row, self.head) if site is not None}
+            held = self._place_head(self.head, wanted)
+        if not embedding:
+            site, table = self._weight_of(first), held if tied else None
+            if wanted.embedding_in_host and table is None:
+                unit = self._unit("embedding", [site])
+                table = unit.places[0].view(self._read(unit).tensor)
+            self.by_row.append((site, table))
+        away = [*(site for site, _ in self.by_row), self.head]
+        elsewhere = {site.name for site in away if site is not None}
         glue = [site for site in glue if site.name not in elsewhere]
         self._read_for_good(self._unit("glue", glue), glue)
 
-    def _place_head(self, head: TensorSite, wanted: Wanted) -> None:
-        blocks = head_units(self._store, head, self.source(head.name), wanted.head_rows)
-        for number, unit in enumerate(blocks, len(self.units)):
-            if wanted.head_in_host:
-                self.held[number] = self._read(unit, pin=True)
+    def _place_head(self, head: TensorSite, wanted: Wanted) -> Tensor | None:
+        """Adds the blocks of the head; returns the head if it stays in host memory."""
+        name, held = self.source(head.name), None
+        blocks = head_units(self._store, head, name, wanted.head_rows)
+        if wanted.head_in_host:
+            (whole,) = head_units(self._store, head, name, head.empty.shape[0])
+            memory = self._hold(whole)
+            self.held |= enumerate(memory.split(blocks[0].nbytes), len(self.units))
+            held = whole.places[0].view(memory)
         self.units += blocks
+        return held
 
     def _weight_of(self, module: nn.Module | None) -> TensorSite:
         """Returns the site of the weight of the embedding or the head."""
@@ -279,14 +298,19 @@ class Places:
                 made[name] = site.like(places[name].view(buffer))
         return [made[self.source(site.name)] for site in sites]
 
+    def _hold(self, unit: Unit) -> Tensor:
+        """Reads a unit once into host memory from which a device copies; returns its bytes."""
+        self._pinned.append(self._read(unit, pin=True))
+        return self._pinned[-1].tensor
+
     def _read(self, unit: Unit, pin: bool = False) -> HostArena:
         arena = HostArena(unit.nbytes, pin and self._device.type == "cuda")
         self._store.fill(unit, arena)
         return arena
 
 
-def needs_slots(device: torch.device) -> bool:
-    """Whether experts on this device lie in slots: only a CPU has addresses without memory."""
+def has_own_memory(device: torch.device) -> bool:
+    """Whether weights come by copies, experts to slots; a CPU has addresses without memory."""
     return device.type != "cpu"
 
 

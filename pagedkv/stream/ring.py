@@ -102,7 +102,7 @@ class Ring:
         self,
         store: WeightStore,
         units: Sequence[Unit],
-        held: Mapping[int, HostArena],
+        held: Mapping[int, Tensor],
         depth: int,
         device: torch.device,
         stats: StreamStats,
@@ -236,7 +236,7 @@ class Ring:
         """Reads the n-th unit into its slot, or starts the copy that brings it there."""
         index, slot = (number + self._shift) % len(self.units), number % self.depth
         unit, ring = self.units[index], self.ring
-        source = self._held[index].tensor[: unit.nbytes] if index in self._held else None
+        source = self._held.get(index)
         if source is None:
             assert ring.staging is not None
             if ring.copies is not None:

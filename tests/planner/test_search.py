@@ -135,6 +135,32 @@ def test_host_memory_holds_a_fixed_set_spread_over_the_streamed_layers():
     assert whole.host_bytes["staging"] == whole.disk_bytes == 0
 
 
+@pytest.mark.parametrize(("config", "memory"), [(LLAMA_8B, "10GiB"), (LLAMA_70B, "8GiB")])
+def test_host_memory_holds_the_embedding_where_all_else_has_room(config, memory):
+    roomy = plan_memory(config, device_memory=memory, host_memory="200GiB")
+    assert roomy.embedding_in_host
+    assert roomy.host_bytes["held embedding"] == roomy.shape.embedding
+    needed = sum(roomy.host_bytes.values())
+    for spare in (0, -1, -roomy.shape.embedding, -roomy.shape.embedding - 1):
+        plan = plan_memory(config, device_memory=memory, host_memory=needed + spare)
+        assert plan.embedding_in_host == (spare == 0)
+        whole = (plan.host_layers, plan.head_in_host) == (roomy.host_layers, True)
+        assert whole == (spare >= -roomy.shape.embedding)
+
+
+def test_host_memory_holds_a_tied_embedding_with_the_head_and_none_that_is_on_the_device():
+    seen = set()
+    for host in (80 << 20, 200 << 20, GIB):
+        for device in (600 << 20, 640 << 20, 800 << 20):
+            plan = plan_memory(SMOL, device_memory=device, host_memory=host, length=64)
+            seen.add((plan.embedding_resident, plan.embedding_in_host))
+            assert plan.embedding_in_host == plan.head_in_host
+            assert plan.host_bytes["held embedding"] == 0
+    assert seen == {(True, False), (False, True), (False, False)}
+    untied = plan_memory(LLAMA_8B, device_memory="15GiB", host_memory="64GiB")
+    assert untied.embedding_resident != untied.embedding_in_host
+
+
 def test_a_cpu_has_no_context_and_reads_straight_into_the_ring():
     plan = plan_memory(SMOL, device_memory="400MiB", length=512, device="cpu")
     assert plan.streams

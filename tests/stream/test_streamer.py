@@ -79,12 +79,12 @@ def test_embedding_and_head_may_stay_in_their_file(family, rows, ahead, tmp_path
             assert (x - y).abs().max() <= bound
 
 
-def test_ids_beyond_the_vocabulary_are_named(folder):
-    with (
-        placed(folder, embedding=False) as streamer,
-        pytest.raises(IndexError, match="input_ids: expected ids below 101, got 101"),
-    ):
-        streamer.model(torch.tensor([[5, 101]]))
+@pytest.mark.parametrize("held", [True, False])
+def test_ids_beyond_the_vocabulary_are_named(folder, held):
+    with placed(folder, embedding=False, embedding_in_host=held) as streamer:
+        for wrong in (101, -1):
+            with pytest.raises(IndexError, match=f"input_ids: expected ids below 101, got {wrong}"):
+                streamer.model(torch.tensor([[5, wrong]]))
 
 
 @pytest.mark.parametrize("held", [(), (1,), (0, 1, 2)])

@@ -120,7 +120,14 @@ def test_a_file_cut_while_it_is_streamed_is_a_named_error_and_heals(ahead, tmp_p
         assert torch.equal(streamer.model(ids).logits, expected)
 
 
-@pytest.mark.parametrize("glue", [{}, {"embedding": False, "head": False, "head_rows": 101}])
+@pytest.mark.parametrize(
+    "glue",
+    [
+        {},
+        {"embedding": False, "head": False, "head_rows": 101},
+        {"embedding": False, "embedding_in_host": True},
+    ],
+)
 def test_a_file_written_over_while_it_streams_is_noticed_in_the_next_pass(glue, tmp_path):
     folder = rewrite(save(make("llama"), tmp_path / "a"), lambda tensors: None)
     other = rewrite(save(make("llama"), tmp_path / "b"), lambda tensors: None)

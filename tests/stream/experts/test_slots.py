@@ -31,7 +31,7 @@ FOUR = {"mixtral": {"num_local_experts": 4}, "gpt_oss": {"num_local_experts": 4}
 
 @pytest.fixture(autouse=True)
 def in_slots(monkeypatch):
-    monkeypatch.setattr(placement, "needs_slots", lambda device: True)
+    monkeypatch.setattr(placement, "has_own_memory", lambda device: True)
 
 
 def experts_of(streamer):
@@ -311,15 +311,15 @@ def test_experts_in_host_memory_are_copied_from_there_and_read_once(host, wide):
 def test_close_gives_back_host_memory_that_a_ring_of_all_experts_borrowed(wide):
     streamer = placed(wide, resident=(0, 1, 2), host=(0, 1, 2), expert_slots=4)
     places = streamer._passes._places
-    arenas = [weakref.ref(arena) for arena in places.held_experts.values()]
+    held = [weakref.ref(memory) for memory in places.held_experts.values()]
     for count in (60, 1, 60, 1):  # the ring of all of them comes and goes
         with torch.no_grad():
             streamer.model(torch.arange(1, 1 + count)[None], use_cache=False)
-    assert len(arenas) == 3
-    assert all(arena() for arena in arenas)
+    assert len(held) == 3
+    assert all(memory() is not None for memory in held)
     streamer.close()
     gc.collect()
-    assert not any(arena() for arena in arenas)
+    assert all(memory() is None for memory in held)
 
 
 def test_a_plan_for_a_card_holds_as_many_experts_in_host_memory_as_fit(wide):
