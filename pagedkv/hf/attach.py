@@ -150,7 +150,8 @@ def _count_in(given: PreTrainedModel, model: PreTrainedModel, transactions: bool
         if (holder := holder_of(model)) is not None:
             others.append(DeltasPerThread(holder))
         vars(model)[ORIGINAL] = _Original(text_config(model), state)
-    for part in (*_around(given, model), *_on_the_way(model)) if transactions else ():
+    # Some PEFT models call the model's `forward`, which skips its hooks.
+    for part in (given, *_on_the_way(model)) if transactions else ():
         if part not in state.hooks:
             state.hooks[part] = watch(part)
     state.count += 1
@@ -234,12 +235,6 @@ def _alike(model: PreTrainedModel) -> _Attachment | None:
         ),
         None,
     )
-
-
-def _around(given: Any, model: PreTrainedModel) -> list[nn.Module]:
-    """Lists PEFT's modules around a model; some call its `forward`, which skips the hooks."""
-    around = () if given is model else (given, getattr(given, "base_model", None))
-    return [part for part in around if isinstance(part, nn.Module)]
 
 
 def _on_the_way(model: PreTrainedModel) -> list[nn.Module]:

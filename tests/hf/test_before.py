@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+from threading import Thread
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from transformers.models.llama import modeling_llama
 from pagedkv import BatchGenerator
 from pagedkv.errors import UnsupportedModelError
 from pagedkv.hf import PagedCache, attach, detach, register
+from pagedkv.hf.attach import _attaching, detach_later
 from pagedkv.hf.attention import attention_function
 from tests.batch.letters import tokens
 from tests.effort import each_value
@@ -200,6 +202,27 @@ def test_copies_of_an_attached_model_are_what_the_model_was(family, copied):
     assert not any(hooks)
     assert all(map(torch.equal, computed(other, batch), expected))
     assert_same(other, batch)
+    model.config._attn_implementation = "flex_attention"  # after it was detached
+    assert attention_of(copied(model)) == "flex_attention"
+
+
+@pytest.mark.parametrize("attached_before", [False, True])
+def test_a_finalizer_amid_a_switch_of_another_model_does_not_wait_and_is_not_forgotten(
+    attached_before,
+):
+    model, other = tiny(), tiny()
+    before = attention_of(model)
+    attach(model)
+    if attached_before:
+        attach(other)
+    with _attaching:
+        finalizer = Thread(target=detach_later, args=(model,), daemon=True)
+        finalizer.start()
+        finalizer.join(60)
+        assert not finalizer.is_alive()
+        assert attention_of(model) == "pagedkv"
+    (detach if attached_before else attach)(other)
+    assert attention_of(model) == before
 
 
 def test_models_of_one_configuration_compute_what_they_did_while_one_is_attached():
