@@ -32,8 +32,7 @@ from pagedkv.errors import CorruptFileError, ForeignFileError, HostMemoryError, 
 from pagedkv.storage.memory import available_memory
 
 MARK = "pagedkv.sequence"
-VERSION = 2
-WITHOUT_STATES = 1  # version of files without recurrent states, which older programs read, too
+VERSION = 1
 START = 1024  # the first bytes of a file, which hold `MARK`
 LONGEST = 1 << 24  # bytes of a header at most
 NO_DIGEST = "0" * 64
@@ -45,12 +44,7 @@ DTYPES = {
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
-def write(
-    path: str | os.PathLike[str],
-    header: dict[str, Any],
-    tensors: dict[str, Tensor],
-    version: int | None = None,
-) -> None:
+def write(path: str | os.PathLike[str], header: dict[str, Any], tensors: dict[str, Tensor]) -> None:
     """Writes or replaces a file, which only its owner can read.
 
     A link is followed: the file that it names is replaced.
@@ -58,7 +52,6 @@ def write(
     Args:
         header: JSON values by name, without `sha256` and `version`.
         tensors: contiguous, in host memory.
-        version: version of the format; default the newest.
 
     Raises:
         OSError: the file cannot be written; an older file stays as it was.
@@ -70,7 +63,7 @@ def write(
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=begin, suffix=".tmp")
     try:
         with os.fdopen(handle, "wb") as file:
-            fill(file, header, tensors, version)
+            fill(file, header, tensors)
             file.flush()
             os.fsync(file.fileno())
         os.replace(name, path)
@@ -81,14 +74,9 @@ def write(
     _flush_folder(path.parent)
 
 
-def fill(
-    file: BinaryIO,
-    header: dict[str, Any],
-    tensors: dict[str, Tensor],
-    version: int | None = None,
-) -> None:
+def fill(file: BinaryIO, header: dict[str, Any], tensors: dict[str, Tensor]) -> None:
     """Writes a file for `read` into an empty file; arguments as for `write`."""
-    start = {"sha256": NO_DIGEST, "version": version or VERSION}
+    start = {"sha256": NO_DIGEST, "version": VERSION}
     text = _header_text({**start, **header}, tensors)
     digest = sha256()
     bytes_of = (x.reshape(-1).view(torch.uint8).numpy() for _, x in _in_order(tensors))

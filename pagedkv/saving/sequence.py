@@ -58,8 +58,7 @@ def save(
     if tables.states is not None and states is not None and length:
         tensors |= state.take_out(config, states, int(tables.states.slot[row]))
     header = {"model": fingerprint.hex(), "length": length, "page_size": size}
-    version = files.VERSION if config.states else files.WITHOUT_STATES
-    files.write(path, header | {"shape": shape_of(config)}, tensors, version)
+    files.write(path, header | {"shape": shape_of(config)}, tensors)
 
 
 def take_out(

@@ -84,10 +84,10 @@ def test_files_of_others_are_refused_as_such(saved, tmp_path):
 
 
 def test_the_version_to_come_is_refused_as_such(saved, monkeypatch):
-    monkeypatch.setattr(files, "VERSION", 3)
+    monkeypatch.setattr(files, "VERSION", 2)
     rewrite(saved)
     monkeypatch.undo()
-    refused(saved, NewerFileError, "version 3, this pagedkv reads 2")
+    refused(saved, NewerFileError, "version 2, this pagedkv reads 1")
 
 
 def rewrite(path: Path, change=lambda header, tensors: None) -> None:

@@ -7,7 +7,7 @@ import torch
 
 from pagedkv import OutOfPagesError, PagedKVCache
 from pagedkv.config import StateLayer
-from pagedkv.errors import CorruptFileError, HostMemoryError, NewerFileError, WrongShapeError
+from pagedkv.errors import CorruptFileError, HostMemoryError, WrongShapeError
 from pagedkv.saving import format as files
 from pagedkv.storage.states import StateStorage
 from tests.cases import one_group
@@ -87,23 +87,6 @@ def test_a_file_of_other_states_is_refused_by_name(saved, tmp_path):
         PagedKVCache(config, device="cpu").load(saved)
     plain.save(start(plain, TEXT[:5]), tmp_path / "plain")
     refused(tmp_path / "plain", WrongShapeError, r"expected states .*, got \[\]")
-
-
-def test_older_files_load_where_there_are_no_states_and_newer_ones_say_so(saved, tmp_path):
-    plain = PagedKVCache(one_group(), device="cpu")
-    plain.save(start(plain, TEXT[:5]), tmp_path / "plain")
-    header, tensors = files.read(tmp_path / "plain")
-    assert header["version"] == 1  # older releases read it
-    assert files.read(saved)[0]["version"] == 2
-    del header["sha256"], header["version"], header["shape"]["states"]
-    files.write(tmp_path / "old", header, tensors, version=1)
-    assert plain.length(plain.load(tmp_path / "old")) == 5
-    refused(tmp_path / "old", WrongShapeError, "states")
-
-
-def test_an_older_release_refuses_a_file_with_states(saved, monkeypatch):
-    monkeypatch.setattr(files, "VERSION", 1)
-    refused(saved, NewerFileError, "version 2, this pagedkv reads 1")
 
 
 @pytest.mark.parametrize(
