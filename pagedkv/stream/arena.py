@@ -27,8 +27,7 @@ class HostArena:
         if hasattr(mmap, "MADV_HUGEPAGE"):
             memory.madvise(mmap.MADV_HUGEPAGE)
         self.bytes = memoryview(memory)
-        with torch.inference_mode(False):  # it may outlast a pass in inference mode
-            self.tensor: Tensor = torch.frombuffer(memory, dtype=torch.uint8)
+        self.tensor: Tensor = torch.frombuffer(memory, dtype=torch.uint8)
         self.pinned = pin and _pin(self.tensor)
         if self.pinned:  # so that it is unpinned also if `close` is never called
             self._unpin = weakref.finalize(self, _unpin, self.tensor.data_ptr())

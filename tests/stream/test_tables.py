@@ -1,7 +1,11 @@
 """Tables of n-grams, or of embeddings for each layer: only the rows come from their files."""
 
+import json
+import shutil
+
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from pagedkv import BatchGenerator, LayerStreamer, PagedCache, plan_memory
 from pagedkv.models.skeleton import tables_of
@@ -54,11 +58,20 @@ def test_a_pass_reads_the_rows_that_its_tokens_look_up_and_no_others(folder):
         assert read < table.num_embeddings
 
 
-def test_rows_in_any_order_and_all_rows_come_from_their_pieces(folder):
-    """Neighbours are read at once, but not beyond the end of a piece."""
+def test_rows_in_any_order_and_all_rows_come_from_their_pieces(folder, tmp_path):
+    """Neighbours are read at once, but not beyond a piece: here each has a file of its own."""
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    files: dict[str, str] = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        for name, tensor in load_file(file).items():
+            files[name] = f"{len(files)}.safetensors"
+            save_file({name: tensor}, tmp_path / files[name], {"format": "pt"})
+        (tmp_path / file.name).unlink()
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"metadata": {}, "weight_map": files}))
     (known,) = tables_of(in_memory(folder))
     count = known.num_embeddings
-    with placed(folder, tables=False) as streamer, torch.no_grad():
+    with placed(tmp_path, tables=False) as streamer, torch.no_grad():
         (table,) = tables_of(streamer.model)
         for ids in (torch.arange(count), torch.randint(count, (3, count // 2))):
             assert torch.equal(table(ids), known(ids))
