@@ -38,10 +38,15 @@ def foreign_code(model: PreTrainedModel) -> dict[Any, str]:
         What runs where, by class or function: equal keys mean that the same code runs.
     """
     found: dict[Any, str] = {}
+    known: dict[int, Any] = {}  # most modules run what another one does
 
     def note(path: str, code: Any) -> None:
         code = _bare(code)
-        if not _is_known(code):
+        if id(code) in known:
+            return
+        if _is_known(code):
+            known[id(code)] = code
+        else:
             name = f"{code.__module__}.{code.__qualname__}"
             key = code
             with suppress(TypeError):  # functions of numpy take no weak reference
