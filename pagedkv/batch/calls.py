@@ -35,7 +35,6 @@ def to_generate(
     Raises:
         ValueError, TypeError: see `BatchGenerator.generate`.
     """
-    require_here(options)  # before prompts are encoded, which may ask for a tokenizer
     every = listed(prompts)
     count = None if every is None else len(every)
     salts, chats = each_of("salt", salt, count), each_of(CHATS, told, count)

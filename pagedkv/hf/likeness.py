@@ -55,8 +55,6 @@ def recorded(model: PreTrainedModel, shaken: bool = False) -> Iterator[list[dict
     draw = torch.Generator().manual_seed(0)
 
     def note(name: str, given: Any) -> None:
-        while name in found[-1]:
-            name += ", again"
         if isinstance(given, Tensor) and given.dim() == 3:
             found[-1][name] = given.detach().float().cpu()
 

@@ -21,5 +21,4 @@ class Importance(Policy):
     needs = ("mass",)
 
     def keep_scores(self, pages: PageRecords) -> Floats:
-        assert pages.mass is not None
         return pages.mass

@@ -21,5 +21,4 @@ class KeyDiff(Policy):
     needs = ("likeness",)
 
     def keep_scores(self, pages: PageRecords) -> Floats:
-        assert pages.likeness is not None
         return -pages.likeness

@@ -21,5 +21,4 @@ class LeastRecentlyAttended(Policy):
     needs = ("attended",)
 
     def keep_scores(self, pages: PageRecords) -> Floats:
-        assert pages.attended is not None
         return pages.attended

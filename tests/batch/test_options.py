@@ -32,6 +32,7 @@ def lettered(model):
     ("options", "error", "why"),
     [
         ({"no_such_option": 1}, ValueError, "no_such_option"),
+        ({"tokenizer": object()}, TypeError, "tokenizer: give it to BatchGenerator, not to a call"),
         ({"max_tokens": 5}, ValueError, "max_tokens: generate .*; did you mean max_new_tokens"),
         ({"n": 5}, ValueError, "n: generate has no such option; did you mean num_return_sequences"),
         ({"stop": "x"}, ValueError, "did you mean stop_strings"),
