@@ -201,14 +201,14 @@ class LeasedRows(ForwardCache):
         """Cuts whole rows down to the tokens left to compute; None if rows are taken as given."""
         begins, self._begins_generate = self._begins_generate, False
         asked, self._asked_for_whole_rows = self._asked_for_whole_rows, False
+        given = given_to(arguments)
+        if given is not None and self.seen and self.rows:
+            self._require_rows(len(given))  # here, because states are read before a step is open
         if not begins or not self.rows:
             return None
         if self._weights is not None:
             self._weights.require_same(self.model)
             require_before_border(self.model, self._longest)
-        given = given_to(arguments)
-        if given is not None and self.seen:
-            self._require_rows(len(given))
         if not self.knows_texts or not can_enter(arguments, asked):
             require_new(arguments, self.seen, int(self.texts.ahead.min(initial=0)), self.model)
             return None

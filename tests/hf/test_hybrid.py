@@ -55,6 +55,17 @@ def test_too_few_slots_are_an_error_before_anything_changed(model_of):
         cache.kv.check()
 
 
+def test_a_batch_of_another_size_is_refused_before_a_state_is_read(model_of):
+    model = model_of("qwen3_next")
+    with PagedCache(model, **SIZES) as cache, torch.no_grad():
+        model(prompts(6)[0][None], **named(cache), use_cache=True)
+        with pytest.raises(ValueError, match="expected 1 rows as before, got 2"):
+            model(torch.tensor([[3]] * 2), **named(cache), use_cache=True)
+        model(torch.tensor([[3]]), **named(cache), use_cache=True)
+        assert cache.seen == 7
+        cache.kv.check()
+
+
 # ------------------------------------------------------------------ shorter texts
 
 
