@@ -78,5 +78,4 @@ def to_score(
     if words or not {"text", "chat"}.isdisjoint(map(kind_of, prompts)):
         encoder.load_tokenizer()
     contexts = contexts_of(prompts, each, salts, chats, encoder.tokenizer, encoder.start)
-    own = {"salt": [context.salt for context in contexts]}
-    return PromptQueue(contexts, own, known=True, may_see=False), len(prompts)
+    return PromptQueue(contexts, {}, known=True, may_see=False), len(prompts)

@@ -31,7 +31,7 @@ class Coming(NamedTuple):
     Attributes:
         place: the prompt's place among those of the call.
         prompt: its ids, or an object that gives them when its row is made.
-        own: values of its own, by the names of options; `salt` is always among them.
+        own: values of its own, by the names of options; `salt` among them, which contexts have.
         options: the prompt's `GenerationOptions`; None if those of the call hold.
     """
 

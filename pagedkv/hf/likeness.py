@@ -90,19 +90,14 @@ def recorded(model: PreTrainedModel, shaken: bool = False) -> Iterator[list[dict
             hook.remove()
 
 
-@contextmanager
-def _plain_defaults(model: PreTrainedModel) -> Iterator[None]:
-    """Takes a model's own defaults of `generate` away within it: several samples, guidance.
+def _plain_defaults(own: GenerationConfig) -> GenerationConfig:
+    """Returns transformers' defaults of `generate`, without several samples, guidance and so on.
 
-    What its class adds to transformers' options stays.
+    What the class of a model's own defaults adds to transformers' options stays.
     """
-    own = model.generation_config
-    model.generation_config = copy.copy(own)
-    vars(model.generation_config).update(vars(GenerationConfig()))
-    try:
-        yield
-    finally:
-        model.generation_config = own
+    plain = copy.copy(own)
+    vars(plain).update(vars(GenerationConfig()))
+    return plain
 
 
 class _Forced(LogitsProcessor):
@@ -154,7 +149,7 @@ class Truth:
         batch = [nn.functional.pad(text[:-NEW], (width + NEW - len(text), 0)) for text in texts]
         mask = [torch.arange(width, device="cpu") >= width + NEW - len(text) for text in texts]
         seen = recorded(self.model, shaken)
-        with seen as self.last, _plain_defaults(self.model), self._by_itself(cache):
+        with seen as self.last, self._by_itself(cache):
             found = self.model.generate(
                 input_ids=torch.stack(batch).to(device_of(self.model)),
                 attention_mask=torch.stack(mask).long().to(device_of(self.model)),
@@ -273,7 +268,7 @@ def distance(ours: Tensor, theirs: Tensor) -> float:
 def compared(
     model: PreTrainedModel, compare: Callable[[Truth], None], refusal: Refusal | None = None
 ) -> Truth:
-    """Compares a model with its truth, which is returned.
+    """Compares a model with its truth, which is returned; `unmarked` around it takes all back.
 
     Args:
         compare: compares; raises UnsupportedModelError. A rounding may choose another expert, or
@@ -281,6 +276,7 @@ def compared(
             a wrong model is wrong with any.
         refusal: as for `Truth`.
     """
+    model.generation_config = _plain_defaults(model.generation_config)
     left = DRAWS
     while True:
         truth = Truth(model, left, refusal)

@@ -389,6 +389,7 @@ def test_a_trial_leaves_no_trace_in_what_it_tries(kind):
         BatchGenerator(model, **SIZES).close()
     assert (module.calls, module.last, module.tokens.tolist(), module.width) == (0, None, [0], None)
     assert not vars(next(module.parameters()))
+    assert not any(part._forward_hooks or part._forward_pre_hooks for part in model.modules())
     assert torch.equal(torch.get_rng_state(), drawn)
 
 
