@@ -82,9 +82,8 @@ class Evictor:
         groups = range(len(config.groups))
         self._concerns = np.asarray([config.groups[g].window is None for g in groups])
         total = np.asarray([config.num_pages(g) for g in groups])
-        # In a small pool a watermark may round to 0 pages, so it is at least 1.
-        self._high = np.maximum((total * config.high_water).astype(np.int64), 1)
-        self._low = np.maximum((total * config.low_water).astype(np.int64), 1)
+        self._high = (total * config.high_water).astype(np.int64)
+        self._low = (total * config.low_water).astype(np.int64)
 
     @classmethod
     def of(cls, config: CacheConfig, measure: Measure, merge: Merge) -> Evictor | None:
