@@ -179,6 +179,14 @@ def test_only_the_groups_that_run_short_lose_pages():
     assert cache.positions(seq, 1).tolist() == list(range(136, 150))
 
 
+def test_a_window_loses_nothing_though_its_pool_is_full():
+    cache = cache_of(groups=(LayerGroup((0,)), LayerGroup((1,), 36)))
+    seqs = [start(cache, text(38)), start(cache, text(38, 5))]
+    cache.check()
+    assert [len(cache.positions(seq, 1)) for seq in seqs] == [38, 38]
+    assert cache.stats().evicted > 0
+
+
 def test_a_policy_that_answers_wrongly_in_prepare_changes_nothing():
     class Wrong(Policy):
         recent = 0
