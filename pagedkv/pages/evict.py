@@ -118,8 +118,8 @@ class Evictor:
     ) -> tuple[Ints, Victims | None]:
         """Chooses the pages to evict if a step would pass the high watermark.
 
-        Sequences with most pages lose them first, as if all got the same budget. If all evictable
-        pages together are not enough, none is evicted.
+        Sequences with most pages lose them first, as if all got the same budget. All evictable
+        pages together may not be enough.
 
         Args:
             needed: pages of every segment of the pool that the step takes.
@@ -156,8 +156,6 @@ class Evictor:
             mine = groups == group
             count[mine] = _level(whole[mine], spare[mine], int(wanted[group]))
             back[coded][group] = count[mine].sum()
-        if (back < short).any() or not count.any():
-            return np.zeros_like(needed), None
         return back, _lowest(held, scores, count)
 
     def take(self, tables: PageTables, victims: Victims) -> None:
