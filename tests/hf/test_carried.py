@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from pagedkv.hf import foreign_code
 from pagedkv.hf.fingerprint import fingerprint_of, sums_of
 from tests.hf.test_prefix_store import found
 from tests.hf.tiny import prompts, tiny
@@ -87,8 +88,12 @@ def test_a_first_forward_makes_no_other_model_of_a_quantised_one(plain):
     assert identities(model) == before
 
 
-def test_one_quantisation_finds_its_own_prefixes_in_a_store_and_not_those_of_another(tmp_path):
+def test_one_quantisation_finds_its_own_prefixes_in_a_store_and_not_those_of_another(
+    tmp_path, monkeypatch
+):
     rows = prompts(140)
+    assert found(coded(), tmp_path, rows)[0] == found(coded(), tmp_path, rows)[0] == [0]
+    monkeypatch.setattr(foreign_code, "KNOWN", {*foreign_code.KNOWN, "tests"})
     first, tokens = found(coded(), tmp_path, rows)
     assert first == [0]
     assert found(coded(factor=2.0), tmp_path, rows)[0] == [0]
