@@ -14,6 +14,7 @@ from .groups import DTYPE_BYTES
 from .weights import Part, Weight
 
 STORED = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+NARROW = {"F8_E4M3", "F8_E5M2"}  # dtypes of packed weights that have an element for each
 
 EMBEDDING = re.compile(
     r"(embed_tokens|wte|word_embeddings|embed_in|tok_embeddings|backbone\.embeddings)\."
@@ -32,7 +33,6 @@ EXPERTS = re.compile(r"(^|\.)experts\.(?!e_score|post_expert_norm)")
 SHARED = re.compile(r"\d\.shared_transf")  # blocks of zamba, in the layer that has one first
 # Queries of Inkling 2's layers, in lists of their own; the first layer has none for attention.
 QUERIES = re.compile(r"\battn_res\.(attn|mlp)_queries\.(\d+)$")
-BLOCKS, SCALES = "_blocks", "_scales"  # how names of tensors in mxfp4 end
 # Ends of the names of tensors that lie beside packed weights.
 BESIDE = re.compile(r"(scales?|zeros|zero_point|absmax|g_idx|scale_inv)$")
 UNUSED = re.compile(r"^mtp\.")  # this part predicts several tokens; transformers leaves it out
@@ -133,7 +133,7 @@ def _unpacked(tensor: TensorRange, bits: float) -> tuple[int, ...]:
     """Returns the shape of the weight that a tensor holds; for a packed one, of equal size."""
     if BESIDE.search(tensor.name):
         return (prod(tensor.shape),)
-    if tensor.dtype in STORED or len(tensor.shape) < 2:
+    if tensor.dtype in STORED or tensor.dtype in NARROW or len(tensor.shape) < 2:
         return tensor.shape
     return tensor.shape[0], int(8 * tensor.nbytes / bits / max(1, tensor.shape[0]))
 
@@ -144,15 +144,21 @@ def _is_of_experts(tensor: TensorRange, name: str, experts: int | None) -> bool:
     return bool(experts) and (stacked or bool(EXPERTS.search(name)))
 
 
-def loaded(tensor: TensorRange, dtype: str | None) -> int:
+def loaded(tensor: TensorRange, dtype: str | None, unpacked: bool = False) -> int:
     """Returns the bytes of a tensor in memory.
 
     Args:
         dtype: the dtype that weights are cast or unpacked to; None if they stay as they are.
+        unpacked: whether packed weights are unpacked; nothing is left of their scales.
     """
-    if dtype is not None and tensor.dtype == "U8" and tensor.name.endswith((BLOCKS, SCALES)):
-        # Some versions of transformers unpack to bfloat16, whatever the dtype; that takes no more.
-        return 2 * tensor.nbytes * DTYPE_BYTES[dtype] if tensor.name.endswith(BLOCKS) else 0
-    if dtype is None or tensor.dtype not in STORED:
+    if dtype is None:
         return tensor.nbytes
-    return tensor.nbytes * 8 // BITS[tensor.dtype] * DTYPE_BYTES[dtype]
+    # Some versions of transformers unpack to bfloat16, whatever the dtype; that takes no more.
+    wide = DTYPE_BYTES[dtype]
+    if unpacked and BESIDE.search(tensor.name) and len(tensor.shape) != 1:  # no scale of a norm
+        return 0
+    if unpacked and tensor.dtype in ("U8", "I8"):  # a byte has two elements of four bits
+        return 2 * tensor.nbytes * wide
+    if tensor.dtype in STORED or (unpacked and tensor.dtype in NARROW):
+        return tensor.nbytes * 8 // BITS[tensor.dtype] * wide
+    return tensor.nbytes

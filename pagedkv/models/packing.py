@@ -15,6 +15,8 @@ LEFT = (
     "modules_to_not_convert", "ignore", "llm_int8_skip_modules", "skip_modules",
     "linear_weights_not_to_quantize", "exclude",
 )  # fmt: skip
+# Methods whose weights transformers unpacks as it loads them for a CPU.
+UNPACKED_ON_CPU = {"fp8", "mxfp4", "mxfp8"}
 MOST_BITS = 64  # bits of an element, with its part of the scales
 SCALE = 16  # bits of a scale, and of a zero beside it, if a method says nothing else
 Fields = Mapping[str, Any]
@@ -56,6 +58,12 @@ def method_of(config: Any) -> str:
     """Returns the method by which a checkpoint is quantised, by its configuration; or empty."""
     method = _quantisation(config).get("quant_method")
     return str(getattr(method, "value", method) or "")
+
+
+def is_unpacked(config: Any, on_cpu: bool) -> bool:
+    """Whether transformers unpacks the weights of a checkpoint as it loads them."""
+    said = bool(_quantisation(config).get("dequantize"))
+    return (on_cpu or said) and method_of(config) in UNPACKED_ON_CPU
 
 
 def _quantisation(config: Any) -> Fields:

@@ -15,7 +15,7 @@ from .groups import DTYPE_BYTES
 from .headers import STORED, loaded, weights_in
 from .model import Model
 from .names import SHORT, dtype_name
-from .packing import packing_of
+from .packing import is_unpacked, packing_of
 from .weights import Weight
 
 # Bits of a weight by dtype; 4-bit formats keep a 16-bit scale for about 32 weights.
@@ -57,7 +57,7 @@ def weighed(model: Model, weight_dtype: str | None, on_cpu: bool) -> Weighed:
 
     Args:
         weight_dtype: the dtype that weights are cast to, or assumed to be packed in.
-        on_cpu: whether it computes on a CPU, where experts in mxfp4 are unpacked.
+        on_cpu: whether it computes on a CPU, for which some packed weights are unpacked.
 
     Raises:
         UnsupportedModelError: nothing is known of its type.
@@ -65,7 +65,7 @@ def weighed(model: Model, weight_dtype: str | None, on_cpu: bool) -> Weighed:
         ValueError: its configuration lacks a value that is needed.
     """
     c, checkpoint = model.settings, model.checkpoint
-    unpacked = on_cpu and model.method == "mxfp4"
+    unpacked = is_unpacked(model.fields, on_cpu)
     quantised = bool(model.fields.get("quantization_config")) and not unpacked
     dtype, bits, assumed = _widths(model, weight_dtype, unpacked)
     wide = DTYPE_BYTES[dtype]
@@ -75,7 +75,7 @@ def weighed(model: Model, weight_dtype: str | None, on_cpu: bool) -> Weighed:
         width = bits if bits < 16 else 4
         found = weights_in(checkpoint, c.num_hidden_layers, c.experts, width, _sharing(c))
         weights = [
-            (w, loaded(tensor, cast) if exact else _nbytes(w, bits, wide))
+            (w, loaded(tensor, cast, unpacked) if exact else _nbytes(w, bits, wide))
             for w, tensor in found
             if model.sees or w.part != "tower"
         ]

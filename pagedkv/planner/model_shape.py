@@ -82,7 +82,7 @@ def shape_of(model: Model, weight_dtype: str | None = None, on_cpu: bool = False
     """Sums up a model's sizes by its checkpoint, or by its configuration alone.
 
     Args:
-        on_cpu: whether it computes on a CPU, where experts in mxfp4 are unpacked.
+        on_cpu: whether it computes on a CPU, for which some packed weights are unpacked.
 
     Raises:
         UnsupportedModelError: pages cannot serve it, or nothing is known of its type.
@@ -94,6 +94,7 @@ def shape_of(model: Model, weight_dtype: str | None = None, on_cpu: bool = False
     experts, tower = parts.pop("experts"), parts.pop("tower")
     if facts_of(c.model_type).masks:
         parts["rest"] += c.num_hidden_layers * aligned(c.max_position_embeddings**2)
+    streams = model.method in ("", "mxfp4")  # the streamer reads no other experts
     return ModelShape(
         model=model,
         settings=c,
@@ -101,7 +102,7 @@ def shape_of(model: Model, weight_dtype: str | None = None, on_cpu: bool = False
         tower=tower if model.checkpoint or model.takes_images else 0,
         exact=found.exact,
         packed=found.packed,
-        experts=None if found.packed else _routed(c, experts, on_cpu),
+        experts=_routed(c, experts, on_cpu) if streams and not found.packed else None,
         unpacked=found.unpacked,
         assumed=found.assumed,
         **parts,

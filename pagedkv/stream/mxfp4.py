@@ -22,9 +22,9 @@ from transformers.integrations.mxfp4 import dequantize_convertops
 
 from pagedkv.errors import CheckpointMismatch, UnsupportedModelError
 from pagedkv.models.checkpoint import Checkpoint, TensorRange
-from pagedkv.models.headers import BLOCKS, SCALES
 from pagedkv.models.packing import method_of
 
+BLOCKS, SCALES = "_blocks", "_scales"  # how names of the two tensors end
 VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # and the same below zero
 BIAS = 127  # bias of a scale's exponent
 IN_BLOCK = 32  # elements of one scale, in 16 bytes

@@ -142,9 +142,10 @@ def test_what_cannot_be_told_is_asked_for(quantised, tmp_path):
     assert read_model(tmp_path).exact
 
 
-def test_headers_tell_the_bytes_where_the_quantisation_is_no_object(tmp_path):
+def test_a_checkpoint_whose_quantisation_is_no_object_is_refused(tmp_path):
     save(tmp_path, LLAMA_8B | {"quantization_config": 2}, "U8")
-    assert read_model(tmp_path).exact
+    with pytest.raises(ValueError, match="quantization_config: expected an object of fields"):
+        read_model(tmp_path)
 
 
 def test_one_pattern_of_modules_that_stay_is_as_a_list_of_one():

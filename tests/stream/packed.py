@@ -1,4 +1,4 @@
-"""Packed checkpoints of random models: of compressed-tensors, and experts in mxfp4."""
+"""Packed checkpoints of random models: of compressed-tensors, in fp8, and experts in mxfp4."""
 
 from __future__ import annotations
 
@@ -80,5 +80,40 @@ def save_mxfp4(folder: Path, **fields: Any) -> Path:
     save_file(tensors, file, metadata={"format": "pt"})
     config = json.loads((folder / "config.json").read_text())
     config["quantization_config"] = {"quant_method": "mxfp4"}
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def save_fp8(folder: Path, model: PreTrainedModel, method: str, block: list[int] | None) -> Path:
+    """Saves it with the weights of its layers in e4m3, by a scale for each block or weight.
+
+    Experts are in four bits, two elements in a byte, as DeepSeek's V4 has them.
+    """
+    model.to(torch.bfloat16).save_pretrained(folder)
+    (file,) = folder.glob("*.safetensors")
+    tensors = {}
+    for name, tensor in load_file(file).items():
+        tensors[name] = tensor
+        if not name.endswith("_proj.weight"):
+            continue
+        rows, columns = tensor.shape
+        scales = [rows // block[0], columns // block[1]] if block else []
+        if ".experts." in name:
+            scales = [rows, columns // 32]
+            tensor = torch.zeros(rows, columns // 2, dtype=torch.int8)
+        else:
+            tensor = tensor.to(torch.float8_e4m3fn)
+        dtype = torch.uint8 if method == "mxfp8" else torch.float32
+        tensors |= {name: tensor, f"{name}_scale_inv": torch.ones(scales, dtype=dtype)}
+        if block is None:
+            tensors[name.removesuffix("weight") + "activation_scale"] = torch.ones([])
+    save_file(tensors, file, metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {
+        "quant_method": method,
+        "weight_block_size": block,
+        "activation_scheme": "dynamic" if block else "static",
+        "expert_dtype": "fp4",
+    }
     (folder / "config.json").write_text(json.dumps(config))
     return folder
