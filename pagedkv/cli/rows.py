@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from .errors import UsageError
-from .text_files import UNDECODED, near_to, said_by, text_of, undecoded
+from .text_files import UNDECODED, exact_text_of, near_to, said_by, text_of, undecoded
 
 TEXT = ("", ".txt")
 JSON_LINES = (".jsonl", ".ndjson")
@@ -76,7 +76,8 @@ def rows_of(
             raise UsageError(f"--encoding: expected with a file of text, got {file}")
         return _records(file, columns)
     if suffix in (".csv", ".tsv"):
-        return _cells(file, text_of(file, "--file", encoding), columns, numbers, encoding)
+        text = exact_text_of(file, "--file", encoding)  # a cell may have line ends of its own
+        return _cells(file, text, columns, numbers, encoding)
     if suffix not in (*TEXT, *JSON_LINES, ".json") and not is_pipe:
         _refuse(path)
     text = text_of(file, "--file", encoding)

@@ -19,7 +19,12 @@ UNDECODED = re.compile("[\udc80-\udcff]")  # a byte that is no text becomes one 
 
 
 def text_of(file: str, option: str, encoding: str | None = None) -> str:
-    """The text of a file, without a byte order mark and the returns of Windows' line ends.
+    """The text of a file as `exact_text_of`, without the returns of Windows' line ends."""
+    return exact_text_of(file, option, encoding).replace("\r\n", "\n")
+
+
+def exact_text_of(file: str, option: str, encoding: str | None = None) -> str:
+    """The text of a file, without a byte order mark.
 
     Bytes that are no text become the surrogates U+DC80 to U+DCFF: they spoil a row, not a file.
 
@@ -46,7 +51,7 @@ def text_of(file: str, option: str, encoding: str | None = None) -> str:
         raise UsageError(
             f"{option}: cannot read {file}: expected text in {encoding}, got {error}"
         ) from error
-    return text.replace("\r\n", "\n")
+    return text
 
 
 def _require_end(stream: BinaryIO, file: str, option: str) -> None:

@@ -132,6 +132,14 @@ def test_a_csv_is_read_whatever_a_spreadsheet_makes_of_it(written, delimiter, en
     ]
 
 
+@pytest.mark.parametrize("end", ["\n", "\r\n"])
+def test_line_ends_within_a_cell_stay_as_they_are(written, end):
+    cells = ["a\r\nb", "a\nb", "a\rb"]
+    rows = ["prompt,note", *(f'"{cell}","{cell}"' for cell in cells)]
+    found = read([], written("p.csv", end.join(rows)))
+    assert found == [Prompt(cell, {}, {"note": cell}) for cell in cells]
+
+
 def test_a_header_with_commas_in_its_names_is_told_by_the_column_of_the_prompts(written):
     file = written("p.csv", "a,b,c;Prompt \n1,2;hello, you\n")
     assert read([], file, "Prompt") == [Prompt("hello, you", {}, {"a,b,c": "1,2"})]
