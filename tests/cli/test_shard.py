@@ -242,7 +242,7 @@ def test_rows_of_another_job_are_refused_wherever_they_are(generate, half, tmp_p
     row = json.loads(before) | {"index": 1, "made_with": None}
     file.write_text(json.dumps(row) + "\n")
     said = generate(*job, "--shard", "1/2", code=2).stderr
-    assert f"line 1 of {file} was written for another model" in said
+    assert f"line 1 of {file} was written for another job" in said
     file.write_text("notes\n")
     assert f"line 1 of {file} is not a row" in generate(*job, "--shard", "1/2", code=2).stderr
     assert not (tmp_path / "out-00001-of-00002.jsonl").exists()
