@@ -29,7 +29,7 @@ MAY_IMPORT = {
     "storage": "kernels retention arrays ranks",
     "step": "pages arrays kernels",
     "offload": "pages storage arrays interrupt",
-    "saving": "pages storage arrays",
+    "saving": "pages storage arrays interrupt",
     "attention": "step storage kernels arrays",
     "stream": "models planner storage",
     "recording": "pages arrays interrupt",

@@ -18,7 +18,7 @@ import json
 import os
 import stat
 import tempfile
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from hashlib import sha256
 from math import prod
 from operator import index
@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 
 from pagedkv.errors import CorruptFileError, ForeignFileError, HostMemoryError, NewerFileError
+from pagedkv.interrupt import Uninterrupted
 from pagedkv.storage.memory import available_memory
 
 MARK = "pagedkv.sequence"
@@ -60,9 +61,12 @@ def write(path: str | os.PathLike[str], header: dict[str, Any], tensors: dict[st
     if path.exists() and not path.is_file():
         raise OSError(f"{path}: expected a file or a free name; only files are replaced")
     begin = f".{path.name[:60]}."  # a name may be 255 bytes, of up to 4 each
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=begin, suffix=".tmp")
+    name = ""
     try:
-        with os.fdopen(handle, "wb") as file:
+        with ExitStack() as opened:
+            with Uninterrupted():
+                handle, name = tempfile.mkstemp(dir=path.parent, prefix=begin, suffix=".tmp")
+                file = opened.enter_context(os.fdopen(handle, "wb"))
             fill(file, header, tensors)
             file.flush()
             os.fsync(file.fileno())

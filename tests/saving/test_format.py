@@ -1,10 +1,18 @@
 """A file is whole or the old one whatever a kill interrupts, and goes on loading."""
 
+import signal
+import sys
+import tempfile
+from contextlib import suppress
 from pathlib import Path
+
+import pytest
+import torch
 
 from pagedkv.saving import format as files
 from tests.cases import two_groups
 from tests.contents import assert_contents
+from tests.pressing import AtLine
 from tests.saving.saved import TEXT, make
 
 GOLDEN = Path(__file__).parent / "sequence-v1.safetensors"
@@ -63,6 +71,23 @@ def test_a_kill_at_any_line_of_a_save_leaves_the_old_file_or_the_new_one(forked,
     assert len(seen) > 25
     assert seen == sorted(seen, reverse=True)  # old until the move, new from there on
     assert set(seen) == {"old", "new"}
+
+
+@pytest.mark.skipif(sys.gettrace() is not None, reason="somebody traces already")
+def test_an_interrupt_at_any_line_of_a_save_leaves_no_file_that_nobody_reads(tmp_path):
+    """Also where the fresh file was made, and its name is not yet known to who asked for it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    path, lines, n = tmp_path / "x", None, 0
+    try:
+        while lines is None or lines.pressed:
+            lines, n = AtLine(n + 1, {files.__file__, tempfile.__file__}.__contains__), n + 1
+            with suppress(KeyboardInterrupt), lines:
+                files.write(path, {}, {"a": torch.zeros(3)})
+            assert set(tmp_path.iterdir()) <= {path}
+            assert not path.exists() or files.verify(path.read_bytes())
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert n > 50
 
 
 # ------------------------------------------------------------------ the format lasts
