@@ -208,6 +208,12 @@ class Truth:
             found[name] = max(ROUNDINGS * far, LEAST)
         return found
 
+    def require_finite(self) -> None:
+        """Raises if outputs are no finite numbers, from which nothing has a distance."""
+        for name, far in self._distances(self.alone, self.alone).items():
+            if far != 0:
+                raise self._refusal(f"not all of {name} is finite in {self.model.dtype}")
+
     def require_again(self) -> None:
         """Raises if a text gives another output once other texts were computed."""
         most = max(LEAST, ROUNDINGS * torch.finfo(self.model.dtype).eps)
@@ -281,6 +287,7 @@ def compared(
     while True:
         truth = Truth(model, left, refusal)
         try:
+            truth.require_finite()
             truth.require_again()
             compare(truth)
             return truth

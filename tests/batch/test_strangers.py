@@ -306,6 +306,11 @@ class Draws(Around):
         return torch.rand_like(x)
 
 
+class Overflows(Around):
+    def more(self, x):
+        return torch.inf
+
+
 def planted(kind):
     model = tiny()
     layer = model.model.layers[1]
@@ -336,6 +341,7 @@ MODULES = {
     "Draws": (lambda: planted(Draws), "for the same text again: it draws at random"),
     "adds_mean": (lambda: patched(tiny()), "is another by .* for packed rows"),
     "AddsToAll": (lambda: headed(AddsToAll), "its logits is another by .* for packed rows"),
+    "Overflows": (lambda: headed(Overflows), r"not all of its logits is finite in torch\.float32"),
 }
 
 
