@@ -204,17 +204,11 @@ class PackedModel:
             Whether it forgot them.
         """
         self.take_over()
-        forgotten = list[bool]()
-
-        def forget() -> None:
-            self.kv.clear_prefixes()
-            forgotten.append(True)
-
-        self.kv.identity.forget_stale(forget)
+        forgotten = self.kv.identity.forget_stale(self.kv.clear_prefixes)
         if self._weights is not None:
             self._weights.refresh()
             self._warn_unpacked()
-        return bool(forgotten)
+        return forgotten
 
     def _warn_unpacked(self) -> None:
         if self._asked_to_pack and self._weights is not None:

@@ -956,10 +956,16 @@ class PagedKVCache:
         self._free_released()
         salt = as_salt(salt)
         fingerprint = self.identity.fingerprint()
-        with host_memory("load"):
-            saved = saving.read(path, self._storage, self.config, fingerprint)
-        # From here on, every findable prefix was computed with the current weights.
-        self.identity.forget_stale(self.clear_prefixes)
+
+        def read() -> tuple[Saved, bool]:
+            with host_memory("load"):
+                found = saving.read(path, self._storage, self.config, fingerprint)
+            # From here on, every findable prefix was computed with the current weights.
+            return found, self.identity.forget_stale(self.clear_prefixes)
+
+        saved, forgotten = self.ranks.agree(read)
+        if any(self.ranks.most(forgotten)) and not forgotten:
+            self.clear_prefixes()  # as another rank has done
         load = partial(self._load, saved, self.identity.salted(salt), fingerprint)
         return retrying(self._pressure, self, "load", (), load, self._take_back)
 

@@ -32,5 +32,10 @@ class Identity:
         """
         return salt
 
-    def forget_stale(self, forget: Callable[[], None]) -> None:
-        """Calls `forget` if the weights have changed since prefixes were computed."""
+    def forget_stale(self, forget: Callable[[], None]) -> bool:
+        """Calls `forget` if the weights have changed since prefixes were computed.
+
+        Returns:
+            Whether they have changed.
+        """
+        return False

@@ -212,11 +212,13 @@ class ModelIdentity(Identity):
         state = self.rounded if model is None else state_of(model) + self.rounded
         return with_first(salt, salted(state, first_of(salt)))
 
-    def forget_stale(self, forget: Callable[[], None]) -> None:
+    def forget_stale(self, forget: Callable[[], None]) -> bool:
         model = self.model()
         if model is None:
-            return
+            return False
         now, others = snapshot(model), _others(model)
-        if others != self._others or is_stale(self._seen, now):
+        changed = others != self._others or is_stale(self._seen, now)
+        if changed:
             forget()
         self._seen, self._others = now, others
+        return changed

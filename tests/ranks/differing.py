@@ -217,13 +217,23 @@ def interrupted(folder: str, prompts: Sequence[Any], pressed: Sequence[int]) -> 
     return [asdict(one) for one in results], batched.stats.steps
 
 
-def changed(folder: str, prompts: Sequence[Any]) -> list[Any]:
-    """Weights that are written on the last rank alone, as an edit of one rank's part would."""
+def changed(folder: str, prompts: Sequence[Any], file: str | None) -> list[Any]:
+    """Weights that are written on the last rank alone, as an edit of one rank's part would.
+
+    Args:
+        file: where to save a sequence; it is loaded behind that.
+    """
     with generator(folder) as batched:
         found = [batched.generate(prompts, **LAST) for _ in range(2)]
+        if file is not None:
+            seq = batched.cache.add(prompts[0])
+            batched.cache.save(seq, f"{file}{rank()}")
+            batched.cache.free(seq)
         if rank():
             with torch.no_grad():
                 batched.model.model.norm.weight.add_(0)
+        if file is not None:
+            batched.cache.free(batched.cache.load(f"{file}{rank()}"))
         found.append(batched.generate(prompts, **LAST))
     return [[(one.tokens, one.cached_tokens) for one in results] for results in found]
 

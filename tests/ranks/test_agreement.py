@@ -95,11 +95,16 @@ def test_ctrl_c_on_any_rank_ends_all_at_the_same_step(llama, pressed):
     assert steps < 100
 
 
-def test_prefixes_that_one_rank_forgets_are_forgotten_by_all(llama):
+@pytest.mark.parametrize("loads", [False, True])
+def test_prefixes_that_one_rank_forgets_are_forgotten_by_all(llama, loads, tmp_path):
     # Alone finds: steps of other tokens on each rank, which meet at random.
-    first, again, behind = on_all(2, "changed", llama, asked(3))
+    ids = asked(3)
+    first, again, behind = on_all(2, "changed", llama, ids, str(tmp_path / "x") if loads else None)
     assert [tokens for tokens, _ in first] == [tokens for tokens, _ in behind]
-    assert [cached for _, cached in first] == [cached for _, cached in behind]
+    of_file = [8 * loads, 0, 0]  # the whole pages of a loaded text
+    assert [cached for _, cached in behind] == [
+        max(cached, loaded) for (_, cached), loaded in zip(first, of_file)
+    ]
     assert sum(cached for _, cached in again) > sum(cached for _, cached in behind)
 
 
