@@ -22,6 +22,10 @@ import numpy as np
 from pagedkv.errors import ForeignFileError
 
 FORMAT, VERSION = "pagedkv trace", 2
+OPS = {
+    "add", "fork", "load", "prepare", "commit", "abort", "truncate", "splice", "checkpoint",
+    "offload", "restore", "free", "clear", "shrink", "failed",
+}  # fmt: skip
 LONGEST = 1 << 24  # bytes of a line at most, so that a reader can refuse longer ones
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 from pagedkv.errors import CorruptFileError, ForeignFileError, NewerFileError
-from pagedkv.recording.lines import FORMAT, LONGEST, VERSION
+from pagedkv.recording.lines import FORMAT, LONGEST, OPS, VERSION
 
 Event = dict[str, Any]  # JSON
 RATIO, ALWAYS = 16, 1 << 20  # traces pack 4 to 8 to 1; up to `ALWAYS` bytes any ratio is allowed
@@ -62,8 +62,11 @@ class Trace:
         for number, line in enumerate(lines, start=2):
             try:
                 event = json.loads(line)
-                if not isinstance(event["op"], str) or not 0 <= event["us"] < 1 << 62:
-                    raise ValueError("expected a call's name and its microseconds")
+                if event["op"] not in OPS or not 0 <= event["us"] < 1 << 62:
+                    raise ValueError(
+                        "expected a call's name and its microseconds, got "
+                        f"{event['op']!r:.60} and {event['us']!r:.60}"
+                    )
             except (ValueError, LookupError, TypeError, RecursionError) as error:
                 raise CorruptFileError(f"{self.path}: line {number} is no event: {error}") from None
             yield number, event

@@ -118,6 +118,7 @@ def test_a_bomb_is_refused_in_little_memory(begin, lines, says, tmp_path):
         (b'"us":', b'"us":-', "line 2 is no event"),
         (b'{"op":"add"', b"[" * 99_999, "line 2 is no event"),
         (b'"op":"commit"', b'"op":["commit"]', "line 4 is no event"),
+        (b'"op":"offload"', b'"op":"unload"', "line 9 is no event: .*, got 'unload' and "),
         (b'"new":6', b'"new":[6,6]', "line 3, prepare, happened to no cache"),
         (b'"new":6', b'"new":9', "line 4, commit, happened to no cache: .* no pages"),
         (b'"entries":[0,0,2,0,0]', b'"entries":[0,15,2,0,0]', "line 3, prepare, .*: page 16 of 16"),
