@@ -9,6 +9,8 @@ from pathlib import Path
 
 import typer
 
+from pagedkv.errors import PagedKVError
+
 from .report import SOME_FAILED, USAGE
 
 
@@ -46,6 +48,13 @@ def refusing(
         return
     typer.echo(f"pagedkv: {says(str(said))}", err=True)
     raise typer.Exit(code)
+
+
+def words_of(error: Exception) -> str:
+    """Returns an error's text, with its class if the text alone may not say enough."""
+    if isinstance(error, (ValueError, TypeError, OSError, PagedKVError)) and str(error):
+        return str(error)
+    return f"{type(error).__name__}: {error}"
 
 
 def require_apart(option: str, path: Path | None, *others: tuple[str, Path | None]) -> None:

@@ -14,8 +14,8 @@ from pagedkv.hf.model import longest_of
 from pagedkv.planner.shards import own_tokens
 
 from .answers import SIDE, left_out, row_of
-from .errors import UsageError
-from .job import JobRun, Loaded, carried, generator_of, lengths_of, report, words_of
+from .errors import UsageError, words_of
+from .job import JobRun, Loaded, carried, generator_of, lengths_of, report
 from .job_spec import Job
 from .pace import Pace
 from .prompts import OPTIONS, Prompt

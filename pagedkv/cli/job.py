@@ -30,7 +30,7 @@ from pagedkv.stream import LayerStreamer, find_folder, measure_experts, measure_
 
 from .causes import LONG, SAID, told
 from .encode import Encoder
-from .errors import UsageError
+from .errors import UsageError, words_of
 from .job_spec import Job
 from .loading import config_of, loaded, model_of, pick, tokenizer_of
 from .output import Output
@@ -302,10 +302,3 @@ def _named(name: str, call: Callable[..., Any], *args: Any, **options: Any) -> A
         return call(*args, **options)
     except (PagedKVError, ValueError, TypeError, OSError) as error:
         raise UsageError(f"{name}: {error}") from error
-
-
-def words_of(error: Exception) -> str:
-    """Returns an error's text, with its class if the text alone may not say enough."""
-    if isinstance(error, (ValueError, TypeError, OSError, PagedKVError)) and str(error):
-        return str(error)
-    return f"{type(error).__name__}: {error}"

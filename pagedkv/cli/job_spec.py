@@ -12,7 +12,7 @@ from pagedkv.errors import PagedKVError
 
 from .answers import ANSWER, refused_row, types_of
 from .causes import LONG, SAID
-from .errors import UsageError
+from .errors import UsageError, words_of
 from .job_rows import key_of
 from .model_digest import identity_of, require_readable
 from .output import Output
@@ -162,5 +162,5 @@ class Job:
 def cannot_load(model: str, error: Exception, argument: str = "MODEL") -> str:
     """Says that a model cannot be loaded, and why."""
     if os.path.exists(model):  # False for a name that is too long; `Path` would raise
-        return f"{argument}: cannot load {model}: {error}"
+        return f"{argument}: cannot load {model}: {words_of(error)}"
     return f"{argument}: no folder {model}, and no id on the hub: {error}"

@@ -11,8 +11,8 @@ from pagedkv.batch.results import Score
 from pagedkv.errors import PagedKVError
 
 from .answers import OWN, left_out, refused_row, row_of
-from .errors import UsageError
-from .job import JobRun, Loaded, carried, generator_of, report, words_of
+from .errors import UsageError, words_of
+from .job import JobRun, Loaded, carried, generator_of, report
 from .job_spec import Job
 from .prompts import Prompt
 from .report import DONE, SOME_FAILED

@@ -27,7 +27,7 @@ from transformers import (
 )
 from transformers.utils import logging as transformers_logging
 
-from pagedkv.errors import CheckpointMismatch, UnsupportedModelError
+from pagedkv.errors import CheckpointError, CheckpointMismatch, UnsupportedModelError
 from pagedkv.models.checkpoint import Checkpoint, TensorRange
 from pagedkv.models.packing import method_of
 from pagedkv.models.skeleton import model_class, own_config
@@ -83,6 +83,7 @@ def build(
         kwargs: as for `from_pretrained`.
 
     Raises:
+        CheckpointError: transformers makes no model of the checkpoint's configuration.
         CheckpointMismatch: a parameter has no tensor, a tensor no parameter, or a shape is wrong.
         UnsupportedModelError: the model is no causal language model of transformers.
     """
@@ -94,9 +95,14 @@ def build(
             )
     if "device_map" in kwargs:
         raise ValueError("device_map: expected none, the streamer places weights by its plan")
-    config, kwargs = AutoConfig.from_pretrained(
-        checkpoint.folder, return_unused_kwargs=True, **kwargs
-    )
+    try:
+        config, kwargs = AutoConfig.from_pretrained(
+            checkpoint.folder, return_unused_kwargs=True, **kwargs
+        )
+    except (OSError, ImportError):
+        raise
+    except Exception as error:  # each class checks its fields in its own way
+        raise _no_model(checkpoint, error) from error
     cls = model_class(config, images)
     packed = packed_in(checkpoint)
     if packed:  # unpacked while they are read, so the model is like any other
@@ -132,12 +138,14 @@ def build(
         except TypeError as error:
             unknown = re.search(r"unexpected keyword argument '(\w+)'", str(error))
             if unknown is None or unknown[1] not in kwargs:
-                raise
+                raise _no_model(checkpoint, error) from error
             raise TypeError(
                 f"{unknown[1]}: expected an argument of LayerStreamer.from_pretrained, of "
                 "transformers' from_pretrained or a field of the configuration, it is none"
                 + _near(unknown[1])
             ) from None
+        except (ArithmeticError, AssertionError, AttributeError, LookupError) as error:
+            raise _no_model(checkpoint, error) from error
         if method and getattr(model, "hf_quantizer", None) is None:
             raise _refused(checkpoint, method)  # the loader would unpack all of them at once
         pristine = None
@@ -167,6 +175,14 @@ def build(
     model.config.name_or_path = str(checkpoint.folder)
     dtypes = {name: tensor.dtype for name, tensor in (pristine or model.state_dict()).items()}
     return Built(model.eval(), dtypes, packed)
+
+
+def _no_model(checkpoint: Checkpoint, error: Exception) -> CheckpointError:
+    said = " ".join(str(error).split())
+    return CheckpointError(
+        f"{checkpoint.folder / 'config.json'}: transformers makes no model of it "
+        f"({type(error).__name__}: {said})"
+    )
 
 
 def _refused(checkpoint: Checkpoint, method: str) -> UnsupportedModelError:

@@ -1,6 +1,9 @@
 """`pagedkv generate --device-memory`: pages of a plan, and layers that stream if they have to."""
 
+import json
 import re
+import shutil
+from pathlib import Path
 
 import pytest
 
@@ -60,6 +63,18 @@ def test_a_model_that_does_not_fit_streams_and_gives_the_same_texts(generate, mo
     held = generate("--device-memory", ample)
     assert held.stdout == plain.stdout
     assert "streaming" not in held.stderr
+
+
+def test_a_configuration_that_makes_no_model_is_told_in_one_sentence(pagedkv, model, tmp_path):
+    folder = Path(shutil.copytree(model, tmp_path / "unheard"))
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"hidden_act": "unheard of"}))
+    tight, ample = budgets(model)
+    for memory in (tight, ample):
+        command = ("generate", folder, *PROMPTS, "-n", 6, "--page-size", 4, "--device", "cpu")
+        refused = pagedkv(*command, "--device-memory", memory)
+        assert refused.exit_code == 2
+        assert re.search(r"MODEL: .*unheard.*KeyError: 'unheard of'", refused.stderr)
 
 
 SIZED = {"as needed": ["--no-pack-weights"], "planned": ["--device-memory", "64MiB"]}

@@ -5,6 +5,7 @@ import shutil
 import threading
 import warnings
 from contextlib import suppress
+from pathlib import Path
 from unittest import mock
 
 import psutil
@@ -287,6 +288,27 @@ def test_a_pinned_arena_is_given_back():
 def test_options_that_make_no_sense_are_named(folder, options, error, message):
     with pytest.raises(error, match=message), warnings.catch_warnings():
         LayerStreamer.from_pretrained(folder, **{"device": "cpu", **options})
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "why"),
+    [
+        ("hidden_act", "unheard of", "KeyError: 'unheard of'"),
+        ("attention_bias", "x", "StrictDataclassFieldValidationError: .*expected bool, got str"),
+        ("dtype", 3, "AttributeError: "),
+        ("head_dim", 0, "ZeroDivisionError: "),
+        ("model_type", [1], "TypeError: unhashable"),
+    ],
+)
+def test_a_configuration_that_makes_no_model_is_told_with_its_file(
+    folder, field, value, why, tmp_path
+):
+    changed = Path(shutil.copytree(folder, tmp_path / "changed"))
+    config = json.loads((changed / "config.json").read_text())
+    (changed / "config.json").write_text(json.dumps(config | {field: value}))
+    said = rf"^{changed}/config\.json: transformers makes no model of it \({why}[^\n]*$"
+    with pytest.raises(CheckpointError, match=said):
+        LayerStreamer.from_pretrained(changed, device="cpu")
 
 
 def test_opening_is_silent_though_transformers_loader_tells_of_weights(folder, capfd):
