@@ -142,7 +142,7 @@ def test_heads_that_choose_apart_read_as_if_each_were_alone(sizes, backend):
 
 @pytest.mark.parametrize("backend", ["c", "torch"])
 def test_a_query_with_none_reads_itself(backend):
-    sizes = SIZES["wide values"]
+    sizes = Sizes(heads=4, groups=2, dim=32, v_dim=64)  # the triton backend refuses such pages
     t = text(sizes, P + 3, seed=1)
     cache = PagedKVCache(cache_for(sizes).config, device="cpu", backend=backend, debug=True)
     with cache.step([cache.add()], num_new=[t.length]) as step:

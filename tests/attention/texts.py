@@ -85,7 +85,6 @@ SIZES = {
     "groups": Sizes(),
     "latents": Sizes(heads=4, groups=1, dim=64, v_dim=32, v_is_k=True),
     "narrow values": Sizes(heads=4, groups=4, dim=64, v_dim=32),
-    "wide values": Sizes(heads=4, groups=2, dim=32, v_dim=64),
     "half": Sizes(dtype=torch.float16),
 }
 TERMS = {
