@@ -20,6 +20,7 @@ from pagedkv.errors import BudgetExceeded, PagedKVError
 from pagedkv.hf.model import cache_config
 from pagedkv.hf.release import shared_out
 from pagedkv.models.checkpoint import Checkpoint
+from pagedkv.models.groups import DTYPE_BYTES
 from pagedkv.models.model import Model
 from pagedkv.planner import MemoryPlan, plan_memory
 from pagedkv.planner.byte_sizes import readable
@@ -27,6 +28,7 @@ from pagedkv.planner.model_shape import shape_of
 from pagedkv.ranks import ranks_of
 from pagedkv.storage.memory import tokens_that_fit
 from pagedkv.stream import LayerStreamer, find_folder, measure_experts, measure_link
+from pagedkv.stream.unpacking import unpack_in_forward
 
 from .causes import LONG, SAID, told
 from .encode import Encoder
@@ -110,6 +112,8 @@ def run_job(run: JobRun, device: str, work: Callable[[JobRun, Loaded], int]) -> 
         plan = launch.share(launch.first(lambda: _plan(job, prompts, device, launch.size)))
     if plan is None or not plan.streams:
         model = launch.each(lambda: _model(job, device, launch.size))
+        if plan is not None:
+            _keep_packed(model, plan)
         draft = None
         if job.draft is not None:
             screen.doing("loading the draft model")
@@ -164,6 +168,15 @@ def _model(job: Job, device: str, processes: int) -> Any:
         return model_of(job.model, job.dtype, device)
     parts = shared_out(processes, job.expert_parallel)
     return loaded(job.model, dtype=job.dtype, distributed_config=parts)
+
+
+def _keep_packed(model: Any, plan: MemoryPlan) -> None:
+    """Has packed weights stay packed, which is slower, if the plan has no room for all unpacked.
+
+    transformers would unpack those of compressed-tensors for good in the first forward.
+    """
+    if plan.shape.packed and plan.unused < plan.shape.active * DTYPE_BYTES[plan.shape.dtype]:
+        unpack_in_forward(model)
 
 
 def generator_of(job: Job, loaded: Loaded, lengths: list[int], console: Console) -> BatchGenerator:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from pagedkv import BudgetExceeded, plan_memory
+from pagedkv.cli import job
 from pagedkv.cli.job import refusal
 from pagedkv.cli.prompts import Prompt
 from pagedkv.hf.blocked_weights import PackedWeights
@@ -104,13 +105,35 @@ def test_a_budget_that_packed_weights_do_not_fit_says_so(generate, model):
     generate("--device-memory", tight)
 
 
-def test_a_packed_model_streams_and_gives_the_texts_of_the_one_in_memory(pagedkv, checkpoints):
+@pytest.fixture(scope="module")
+def packed(checkpoints):
     model = tiny(vocab_size=64, hidden_size=64, intermediate_size=128)
     folder = checkpoints("packed", None, model)
     (folder / "model.safetensors").unlink()
-    save_packed(model, folder, "W4A16")
-    assert_streams_the_same_texts(pagedkv, folder)
-    refused = pagedkv("generate", folder, *PROMPTS, "--dtype", "int4")
+    return save_packed(model, folder, "W4A16")
+
+
+def test_a_packed_model_in_memory_is_unpacked_only_where_there_is_room(
+    pagedkv, packed, monkeypatch
+):
+    loaded, load = [], job.model_of
+    monkeypatch.setattr(job, "model_of", lambda *args: loaded.append(load(*args)) or loaded[-1])
+    sizes = {"device": "cpu", "page_size": 4, "length": 15, "batch": 3}
+    plan = plan_memory(packed, device_memory="64MiB", **sizes)
+    command = ("generate", packed, *PROMPTS, "-n", 6, "--page-size", 4, "--device", "cpu")
+    texts = []
+    for memory in (sum(plan.device_bytes.values()) + 1000, "64MiB"):
+        result = pagedkv(*command, "--device-memory", memory)
+        assert (result.exit_code, "streaming" in result.stderr) == (0, False)
+        texts.append(result.stdout)
+    tight, ample = (sum(x.nbytes for x in model.parameters()) for model in loaded)
+    assert texts[0] == texts[1]
+    assert tight <= plan.shape.weights < ample
+
+
+def test_a_packed_model_streams_and_gives_the_texts_of_the_one_in_memory(pagedkv, packed):
+    assert_streams_the_same_texts(pagedkv, packed)
+    refused = pagedkv("generate", packed, *PROMPTS, "--dtype", "int4")
     assert refused.exit_code == 2
     assert "weights in int4 come from a checkpoint such as" in " ".join(refused.stderr.split())
 
