@@ -10,6 +10,7 @@ from .model_shape import ModelShape
 from .outcome import Outcome
 
 NVME = 7.0  # GB/s of a PCIe 4 drive
+STREAMED = "", "bitnet", "compressed-tensors"  # methods whose weights stream as they are
 
 
 def render(plan: Outcome) -> str:
@@ -48,7 +49,7 @@ def _how(plan: Outcome) -> list[str]:
 def _not_streamed(plan: Outcome) -> list[str]:
     """Warns of a checkpoint that is packed in a way that the streamer does not read."""
     method = plan.shape.model.method
-    if method in ("", "compressed-tensors") or (method == "mxfp4" and plan.shape.unpacked):
+    if method in STREAMED or (method == "mxfp4" and plan.shape.unpacked):
         return []
     return [
         f"but LayerStreamer reads no weights that {method} packed"

@@ -135,6 +135,8 @@ def test_a_card_gives_its_memory_and_speeds_where_none_are_said():
         ({"quant_method": "fp8", "weight_block_size": [128, 128]}, "cuda", "that fp8 packed:"),
         ({"quant_method": "mxfp4"}, "cuda", "that mxfp4 packed on this device"),
         ({"quant_method": "mxfp4"}, "cpu", ""),
+        ({"quant_method": "fp8", "weight_block_size": [128, 128]}, "cpu", "that fp8 packed:"),
+        ({"quant_method": "bitnet"}, "cuda", ""),
         (None, "cuda", ""),
     ],
 )
@@ -142,7 +144,7 @@ def test_a_plan_says_that_a_checkpoint_does_not_stream_as_it_is_packed(quantised
     config = {**LLAMA_8B, "num_hidden_layers": 80}
     if quantised is not None:
         config["quantization_config"] = quantised
-    plan = plan_memory(config, device=device, device_memory="8GiB", host_memory="200GiB")
+    plan = plan_memory(config, device=device, device_memory="6GiB", host_memory="200GiB")
     assert plan.streams
     assert ("LayerStreamer reads no weights" in str(plan)) == bool(said)
     assert said in str(plan)
