@@ -171,7 +171,7 @@ def _model(job: Job, device: str, processes: int) -> Any:
 
 
 def _keep_packed(model: Any, plan: MemoryPlan) -> None:
-    """Has packed weights stay packed, which is slower, if the plan has no room for all unpacked.
+    """Keeps packed weights packed, which is slower, if the plan has no room for all unpacked.
 
     transformers would unpack those of compressed-tensors for good in the first forward.
     """
