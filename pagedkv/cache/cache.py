@@ -543,9 +543,10 @@ class PagedKVCache:
     # ------------------------------------------------------------------ shorten, end, read
 
     def stored_prefix(self, tokens: Ids, *, salt: Salt = b"") -> tuple[int, int]:
-        """How many tokens of a prompt have findable pages, and how many `add` would find.
+        """How many tokens of a prompt have findable pages, and how many of these `add` would find.
 
         They differ if a model has recurrent states and no state is kept at the end of the pages.
+        Only pages on the device count: `explain` counts those in host memory, too.
 
         Examples:
             >>> cache.stored_prefix([*range(18), 99])
@@ -630,6 +631,8 @@ class PagedKVCache:
     def truncate(self, seq: int, n: int) -> None:
         """Shortens a sequence to its first n tokens.
 
+        Pages that it drops and that others still have are taken off its reservation.
+
         Raises:
             ValueError: n is outside 0..length, or pages that a window needs at n were dropped, or a
                 policy has evicted tokens behind n, or no state is kept at n.
@@ -651,7 +654,8 @@ class PagedKVCache:
 
         The text keeps its pages up to `start`, or as far as it stays the same. The tokens behind
         depend on the change and are `uncached` then, as after `add`: the next steps compute them
-        again. With states the sequence goes back to the last checkpoint before the change.
+        again. With states the sequence goes back to the last checkpoint before the change. Its
+        reservation becomes smaller as with `truncate`.
 
         Raises:
             ValueError: there are no such tokens; ids behind them are not known; or the sequence
