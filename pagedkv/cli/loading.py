@@ -19,7 +19,7 @@ from transformers import (
 from pagedkv.errors import CheckpointError
 from pagedkv.models.checkpoint import found_in
 from pagedkv.storage.placement import device_of
-from pagedkv.stream.skeleton import some_of
+from pagedkv.stream.coverage import spelled_out
 
 from .errors import UsageError
 from .job_spec import Job, cannot_load
@@ -87,10 +87,10 @@ def loaded(name: Any, argument: str = "MODEL", **options: Any) -> Any:
     if absent := sorted(info["missing_keys"]):
         raise UsageError(
             f"{argument}: {name} is no checkpoint of {type(model).__name__}: no file has "
-            f"{some_of(absent)}"
+            f"{spelled_out(absent)}"
         )
     if (unused := sorted(info["unexpected_keys"])) and not follows():
-        said = f"{name} has tensors that {type(model).__name__} lacks: {some_of(unused)}"
+        said = f"{name} has tensors that {type(model).__name__} lacks: {spelled_out(unused)}"
         typer.echo(said, err=True)
     return model.eval()
 

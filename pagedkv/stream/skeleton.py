@@ -33,6 +33,7 @@ from pagedkv.models.packing import method_of
 from pagedkv.models.skeleton import model_class, own_config
 from pagedkv.planner import plan_memory
 
+from .coverage import require_covered, spelled_out
 from .mxfp4 import Packed, packed_in, unpacked_dtype
 
 DTYPES = {
@@ -53,7 +54,6 @@ ARGUMENTS = {
     "resident_layers", "revision", "trust_remote_code",
 }  # fmt: skip
 OF_HUB = "revision", "token", "cache_dir", "local_files_only", "force_download"
-NAMED = 8  # tensors that a message spells out
 # Messages of transformers about weights that are loaded, or divided among ranks.
 UNSAID = "LOAD REPORT", "were not sharded", "rules were not applied"
 
@@ -131,8 +131,8 @@ def build(
         except RuntimeError as error:  # an operation of the conversion refused these tensors
             names = tuple(sorted(set(re.findall(r"destined for (\S+)\. Ckpt", "".join(report)))))
             raise CheckpointMismatch(
-                f"{checkpoint.folder}: the tensors for {some_of([*names]) or 'a parameter'} do not "
-                f"fit together ({error})",
+                f"{checkpoint.folder}: the tensors for {spelled_out([*names]) or 'a parameter'} do "
+                f"not fit together ({error})",
                 mismatched=names,
             ) from error
         except TypeError as error:
@@ -221,41 +221,6 @@ class _Unmoved(Tensor):
         return self.as_subclass(Tensor).to(dtype=dtype or self.dtype)
 
 
-def require_covered(
-    checkpoint: Checkpoint,
-    model: Any,
-    missing: Any,
-    unexpected: Any,
-    wrong: list[str],
-    advice: str = "",
-) -> None:
-    """Raises CheckpointMismatch if a tensor or parameter is missing, unexpected or wrong."""
-    if not (missing or unexpected or wrong):
-        return
-    parts = [
-        f"{what}: {some_of(names)}"
-        for what, names in (
-            ("parameters without a tensor", sorted(missing)),
-            ("tensors without a parameter", sorted(unexpected)),
-            ("mismatched", wrong),
-        )
-        if names
-    ]
-    what = "; ".join(parts) + advice
-    raise CheckpointMismatch(
-        f"{checkpoint.folder} is no checkpoint of {type(model).__name__}: {what}",
-        missing=tuple(sorted(missing)),
-        unexpected=tuple(sorted(unexpected)),
-        mismatched=tuple(wrong),
-    )
-
-
-def some_of(names: list[str]) -> str:
-    """Spells out the first names of a list, and says how many more there are."""
-    more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
-    return ", ".join(names[:NAMED]) + more
-
-
 def _other_class(config: Any, cls: Any) -> str:
     """Returns advice if tensors belong to a tower that the text-only class does not take."""
     other = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING.get(type(config), cls)
@@ -322,8 +287,8 @@ def _make_buffers(model: PreTrainedModel) -> None:
     left_out = [name for name, where, own, real in made if _untouched(where[own], real)]
     if left_out:
         raise UnsupportedModelError(
-            f"{type(model).__name__}: {some_of(left_out)} is in no checkpoint, and the model does "
-            "not compute it"
+            f"{type(model).__name__}: {spelled_out(left_out)} is in no checkpoint, and the model "
+            "does not compute it"
         )
 
 

@@ -28,8 +28,9 @@ from transformers.core_model_loading import (
 
 from pagedkv.models.checkpoint import Checkpoint, TensorRange
 
+from .coverage import require_covered
 from .reader import Part
-from .skeleton import DTYPES, Built, require_covered, without_storage
+from .skeleton import DTYPES, Built, without_storage
 
 
 @dataclass(frozen=True, slots=True)
